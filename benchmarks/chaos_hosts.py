@@ -5,9 +5,9 @@
 The hosts are network namespaces with private disks, which needs root.
 
 A fault is the death of a worker, an engine or a rank, of a whole host (its network ends before its processes do, as if
-its power had failed), a network that is cut for 5 or 30 s, a node that is drained by SIGTERM, or a fourth host that
-joins, after it was lost where it was there. A host that lost its Ray node joins again after the run has got on without
-it. A machine, an engine or a rank is lost at any time, while a version is published, or while a checkpoint is written.
+its power had failed), a network that is cut for 5 or 30 s, or a node that is drained by SIGTERM. A host that lost its
+Ray node joins again after the run has got on without it. A machine, an engine or a rank is lost at any time, while a
+version is published, or while a checkpoint is written.
 After each fault, and at the end of each run, both oracles of
 `benchmarks.chaos` judge the run directory. Before each fault, what the journal has of unfinished episodes is noted;
 tokens of it that the committed episode does not have were sampled again.
@@ -39,7 +39,7 @@ FAULTS, QUICK_FAULTS = 60, 8
 KIND = Kind(
     "cluster",
     60,
-    {"worker": 10, "engine": 10, "rank": 8, "host": 12, "cut 5": 8, "cut 30": 7, "drain": 5, "join": 5},
+    {"worker": 10, "engine": 10, "rank": 8, "host": 12, "cut 5": 8, "cut 30": 7, "drain": 10},
     calm_s=3.0,
     start_s=0.0,
     after_progress=True,
@@ -50,8 +50,7 @@ MOMENTS = ("", "versions", "checkpoints")
 """Folders of a run in whose first change a machine or a process is lost; at any time without one."""
 MOMENT_S = 20.0
 """Longest wait for such a change, which ends with the run's last step."""
-JOINS = 4
-"""The host that joins while a run goes on; the others are there at its start."""
+HOSTS = 3
 Call = tuple[str, int, str]
 """Episode, attempt, call."""
 
@@ -121,20 +120,13 @@ class ClusterChaos(Chaos):
 
     def _strike(self, fault: str) -> bool:
         """Bring a fault about; False where there is nothing of that kind now."""
-        if fault == "join":
-            print(f"fault {self._killed + 1}: host {JOINS} joins", flush=True)
-            self._hosts.cut(JOINS)
-            self._hosts.kill(JOINS)
-            self._hosts.plug(JOINS)
-            self._start_ray(JOINS)
-            return True
         if fault in CUT_S or fault in ("host", "drain"):
             number = self._rng.choice([2, 3])
             print(f"fault {self._killed + 1}: {fault} of host {number}", flush=True)
             self._strike_host(fault, number)
             return True
         victims = [
-            (number, pid) for number in range(1, JOINS + 1) for pid in self._hosts.processes(number, *ROLES[fault])
+            (number, pid) for number in range(1, HOSTS + 1) for pid in self._hosts.processes(number, *ROLES[fault])
         ]
         if not victims:
             return False
@@ -254,7 +246,7 @@ def faults_of(count: int, seed: int = 0) -> dict[str, float | None]:
     """The figures after so many faults."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts end with it
     tally = Tally()
-    with Hosts(JOINS) as hosts:
+    with Hosts(HOSTS) as hosts:
         hosts.start_ray([1, 2, 3], hide=hosts.directory / "1")
         chaos = ClusterChaos(hosts, seed, tally)
         chaos.run(count)

@@ -19,8 +19,8 @@ use of the tool, does not: what a reader has to know besides to follow a resume.
 `episode_show_files`: the command `agentrl episode show`.
 
 Read from the source of `agentrl/`:
-`modules`, `code_lines` (without comments, docstrings and blank lines), `single_importer_modules` (imported by exactly
-one other module), `duplicate_class_names` (names that classes of several modules share), `config_fields`.
+`modules`, `single_importer_modules` (imported by exactly one other module), `duplicate_class_names` (names that classes
+of several modules share). `benchmarks.suite --part size` counts lines and settings.
 `private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
 `FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
 `decisions_from_prose`: places that look for words in a text for people: a search, comparison or split of a message, a
@@ -54,7 +54,6 @@ import sys
 import tempfile
 import threading
 import time
-import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,8 +83,6 @@ FIGURES = (
     "modules",
     "single_importer_modules",
     "duplicate_class_names",
-    "code_lines",
-    "config_fields",
     "private_words",
     "column_lists",
     "reports_with_many_fields",
@@ -147,10 +144,10 @@ FOREIGN_TEXTS: Mapping[str, str] = {
     "agentrl.core.event_loop:was_stopped": "asyncio's",
     "agentrl.core.reply_formats:parse_harmony": "a model's",
     "agentrl.engines.vllm.startup:start_vllm": "vLLM's",
-    "agentrl.environment.mcp:MCPConnection._read": "Python's",
     "agentrl.environment.tool_arguments:read_arguments": "pydantic's",
     "agentrl.environment.tool_arguments:_check_values": "pydantic's",
     "agentrl.inspection.search:_open": "SQLite's",
+    "agentrl.observe.alarms:always_fails_alarms": "of the user's calls",
     "agentrl.testing.check:check_tools": "Python's, of exceptions that the user's tools raise",
     "agentrl.testing.execution:Failure.is_late": "of clients in the user's program",
     "agentrl.testing.execution:missing_awaits": "Python's",
@@ -158,12 +155,10 @@ FOREIGN_TEXTS: Mapping[str, str] = {
 """Functions that look for words in texts which are not ours, and whose texts these are."""
 OTHER_REFUSALS: Mapping[str, str] = {
     "agentrl.app.policies:check_fill": "a group that does not fit a step",
-    "agentrl.app.policies:check_quantized_models": "what a model's files can do",
     "agentrl.cluster.trainer_pool:refuse_monkeypatches": "changed functions of this process",
     "agentrl.config.run:RunConfig._check_models": "a policy without a model",
     "agentrl.config.run:RunConfig._check_sampling": "a temperature at which nothing is learned",
     "agentrl.config.run:RunConfig.check_turns_fit": "turns longer than a context",
-    "agentrl.config.run:_check_best_decided": "a metric or a mean by which verdicts choose nothing",
     "agentrl.config.run:_check_scorers": "a table that lacks a name of another",
 }
 """Functions whose errors name settings of two sections, and what they refuse instead of a combination."""
@@ -507,20 +502,6 @@ def duplicate_classes(modules: Sequence[Module]) -> list[str]:
     return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(places.items()) if len(where) > 1]
 
 
-def code_lines(module: Module) -> int:
-    """Lines with code on them; docstrings, those of attributes too, are none."""
-    documentation: set[int] = set()
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            documentation.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines: set[int] = set()
-    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
-        if token.type not in blank:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - documentation)
-
-
 def words_of(name: str) -> list[str]:
     """The words of a name, in lower case.
 
@@ -720,8 +701,6 @@ def source_figures() -> dict[str, list[str] | int]:
         "modules": len(modules),
         "single_importer_modules": single_importers(modules),
         "duplicate_class_names": duplicate_classes(modules),
-        "code_lines": sum(map(code_lines, modules)),
-        "config_fields": sum(1 for _ in documented_keys()),
         "private_words": private_words(modules),
         "column_lists": column_lists(modules),
         "reports_with_many_fields": reports_with_many_fields(modules),

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from agentrl.core.files import rename_durably, sha256_of, staging_directory
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.weights.senders import in_chunks
 from agentrl.learn.models import PolicyModel
 from agentrl.learn.publish import FULL_FILE
 from agentrl.learn.trainer import PolicyTrainer
@@ -39,7 +38,6 @@ def figures(quick: bool) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory(dir="/dev/shm") as received:
         root = Path(scratch)
         config = default_config(_write_model(root / "model", quick), adapter=False, dtype="bfloat16")
-        config = config.model_copy(update={"engine": config.engine.model_copy(update={"publish": "full"})})
         trainer = PolicyTrainer(config.trainer_plan, root / "run")
         trainer.start()
         model = trainer._learner("policy").model
@@ -87,8 +85,8 @@ def _publish_and_send(model: PolicyModel, target: Path, received: Path, engine: 
         save_file(dict(model.publication.tensors()), staging / FULL_FILE)
         rename_durably(staging, target)
     sha256_of(target / FULL_FILE)
-    for number, chunk in enumerate(in_chunks(model.publication.tensors())):
+    for number, (name, tensor) in enumerate(model.publication.tensors()):
         file = received / f"{number}.safetensors"
-        save_file(chunk, file)
+        save_file({name: tensor.contiguous()}, file)
         for name, tensor in load_file(file).items():
             engine[name].copy_(tensor)

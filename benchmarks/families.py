@@ -16,8 +16,7 @@ gradient of their sum, over its norm. `planted_errors_found`: share of the error
 `python -m benchmarks.oracle --part families` measures hybrid models and checkpoints for images and text alone:
 `family_shapes`; `engine_max_dlogp`, the embedded engine's error in a forked conversation, and in a turn that continues
 under a published version; `published_whole`, the share of checkpoints whose version has the names and shapes of their
-tensors and is loaded as the released class with no missing keys; `zero_states_found`, the share of hybrid models whose
-error is above the tolerance once branches start from a zero state.
+tensors and is loaded as the released class with no missing keys.
 """
 
 from __future__ import annotations
@@ -28,16 +27,12 @@ import hashlib
 import importlib.util
 import json
 import re
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -45,26 +40,19 @@ import torch
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import PolicyVersion
-from agentrl.core.tokens import TrainingSample
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.models import language_model_class
-from agentrl.learn.forward import token_logprobs as token_logprobs_of
 from agentrl.learn.models import PolicyModel, load_models
-from agentrl.learn.packing import pack
 from agentrl.learn.publish import Publisher
-from agentrl.learn.recurrence import RecurrencePlan
 from benchmarks.report import Report, conditions
 from tests.contract.engine_kinds import StepClock, prompt, request, token_logprobs, update_after
 from tests.model_families import (
     FAMILIES,
     MAX_CONTEXT,
     RECURRENT,
-    VOCABULARY,
     WINDOW,
     WRAPPED,
     family_config,
     family_rows,
-    forward_as,
     gradient_error,
     long_run,
     lost_in_publishing,
@@ -84,7 +72,6 @@ TOLERANCE = 1e-4
 """In nats, of a log-probability in float32."""
 QUICK = ("Qwen3", "Llama 4", "Gemma 2", "Phi-3, LongRoPE", "gpt-oss", "Mamba 2", "Gemma 3, with images")
 QUICK_SHAPES = ("Qwen3.5", "Gemma 3, with images")
-SHARING = ("Qwen3.5", "Mamba 2")
 """Families whose cost with shared prefixes is measured, with `--output` alone."""
 START = {"policy": PolicyVersion("policy", 0, 0)}
 
@@ -120,16 +107,12 @@ def measure(names: Collection[str], output: Path | None = None) -> dict[str, flo
     trained = {name: each for name, each in seen.items() if not each.refused}
     planted = sum(each.planted for each in trained.values())
     wrong = sum(not each.difference <= TOLERANCE for each in trained.values())
-    costs = {name: sharing_cost(name, 7) for name in SHARING if output is not None}
-    for name, cost in costs.items():
-        print(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in cost.items()), flush=True)
     if output is not None:
         versions = {package: version(package) for package in ("transformers", "torch")}
         line = {
             "conditions": {key: value for key, value in conditions().items() if key != "commit"} | versions,
             "families": {name: asdict(each) for name, each in seen.items()},
             "vllm": vllm_classes({each.released_class for each in seen.values()}),
-            "sharing": costs,
         }
         output.write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
     return {
@@ -234,20 +217,15 @@ def measure_hybrid_and_wrapped(quick: bool) -> dict[str, float | None]:
     """Measure the part `families` of `benchmarks.oracle`."""
     warnings.filterwarnings("ignore")
     worst = dict.fromkeys(("family_max_dlogp", "family_max_gradient_error", "engine_max_dlogp"), 0.0)
-    whole, found, shapes = [], [], 0
+    whole, shapes = [], 0
     for name in QUICK_SHAPES if quick else (*RECURRENT, *WRAPPED):
         seen = see(name)
         if seen.refused:
             print(f"{name} is refused: {seen.refused}", flush=True)
             continue
         with tempfile.TemporaryDirectory() as directory:
-            path, rows = write_family(name, Path(directory) / "model"), family_rows()
+            path = write_family(name, Path(directory) / "model")
             policy = _loaded(path, PolicyConfig())
-            if name in RECURRENT or name.startswith("Qwen3.5"):
-                expected = np.concatenate(plain_logprobs(path, rows))
-                with _zero_states():
-                    shared = np.concatenate(trained_logprobs(policy, rows, way="shared"))
-                found.append(bool(np.abs(shared - expected).max() > TOLERANCE))
             engine = engine_error(path, policy)
         shapes += 1
         whole.append(not seen.lost)
@@ -258,58 +236,7 @@ def measure_hybrid_and_wrapped(quick: bool) -> dict[str, float | None]:
         "family_shapes": shapes,
         **worst,
         "published_whole": sum(whole) / len(whole),
-        "zero_states_found": sum(found) / len(found),
     }
-
-
-def sharing_cost(name: str, pairs: int) -> dict[str, float]:
-    """Return tokens computed with shared prefixes over those of whole rows, and the quartiles of the CPU seconds' ratio
-    of forward and backward pass, pair by pair."""
-    with tempfile.TemporaryDirectory() as directory:
-        config = family_config(name, max_position_embeddings=512)
-        torch.manual_seed(0)
-        language_model_class(config).from_config(config).save_pretrained(directory)
-        policy = _loaded(Path(directory), PolicyConfig())
-    rows = _group_rows()
-    batches = {tree: list(pack(rows, max_tokens=4096, share=tree)) for tree in (True, False)}
-    tokens = {tree: sum(len(batch.token_ids) for batch in each) for tree, each in batches.items()}
-
-    def seconds(tree: bool) -> float:
-        with forward_as(policy.model, tree=tree):
-            began = time.process_time()
-            for batch in batches[tree]:
-                token_logprobs_of(policy.model, batch, shared=tree).logprob.sum().backward()
-            policy.model.zero_grad()
-            return time.process_time() - began
-
-    seconds(True), seconds(False)
-    ratios = [seconds(True) / seconds(False) for _ in range(pairs)]
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {"tokens": tokens[True] / tokens[False], "cpu": median, "cpu_low": low, "cpu_high": high, "pairs": pairs}
-
-
-def _group_rows() -> list[TrainingSample]:
-    """Return four groups of eight rows: 256 tokens in common, and 64 of its own for each row."""
-    random = np.random.default_rng(0)
-    rows = []
-    for _ in range(4):
-        common = random.integers(3, VOCABULARY, 256)
-        for _ in range(8):
-            ids = np.concatenate([common, random.integers(3, VOCABULARY, 64)]).astype(np.int32)
-            nothing = np.zeros(len(ids), np.float32)
-            rows.append(
-                TrainingSample(
-                    token_ids=ids, loss_mask=np.arange(len(ids)) >= 256, logprobs=nothing, advantages=nothing
-                )
-            )
-    return rows
-
-
-@contextmanager
-def _zero_states() -> Iterator[None]:
-    """Within the context, branches of a tree start from no state."""
-    with patch.object(RecurrencePlan, "starts_from", lambda *arguments: []):
-        yield
 
 
 def _published(policy: PolicyModel, directory: Path) -> Path:

@@ -9,7 +9,7 @@ Seconds are CPU seconds of real processes unless said otherwise, so that they me
   `refusals`. `prediction_cpu_s`: what predicting a trainer's memory takes beyond imports, the largest of
   `prediction_families`; `predictions_per_run`: how often a start predicts. `first_turn_cpu_s` and
   `first_turn_cpu_s_smollm2`: from the command to the first finished turn.
-* `check`. `env_check_cpu_s` of the README's class; `doctor_cpu_s` and `doctor_suggest_cpu_s` of SmolLM2-135M.
+* `check`. `env_check_cpu_s` of the README's class; `doctor_cpu_s` of SmolLM2-135M.
 * `export`. `export_ms_per_episode`: an HTML export of the README's demo, with the default number of episodes, beyond
   imports.
 * `alarms`. `early_alarms_found`: the share of planted failures (`early_alarms_planted`) whose alarm comes after one
@@ -42,7 +42,7 @@ from benchmarks.parts import run_parts
 FIGURES = (
     *("first_byte_s", "first_byte_cpu_s", "first_byte_commands", "refusal_cpu_s", "refusals"),
     *("prediction_cpu_s", "prediction_families", "predictions_per_run", "first_turn_cpu_s", "first_turn_cpu_s_smollm2"),
-    *("env_check_cpu_s", "doctor_cpu_s", "doctor_suggest_cpu_s"),
+    *("env_check_cpu_s", "doctor_cpu_s"),
     "export_ms_per_episode",
     *("early_alarms_found", "early_alarms_planted", "false_alarms", "bottleneck_right", "bottleneck_runs"),
     *("messages", "messages_tried"),

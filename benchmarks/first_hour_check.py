@@ -24,5 +24,4 @@ def figures(quick: bool) -> dict[str, float | None]:
         found: dict[str, float | None] = {"env_check_cpu_s": cpu_seconds("env", "check", "my_env.py:Calculator")}
         if not quick:
             found["doctor_cpu_s"] = cpu_seconds("doctor", str(SMOLLM2))
-            found["doctor_suggest_cpu_s"] = cpu_seconds("doctor", str(SMOLLM2), "--suggest")
     return found

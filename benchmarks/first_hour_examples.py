@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import agentrl
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 from benchmarks.processes import command, command_cpu_seconds
 from docs.generators.configuration import documented_keys
@@ -42,7 +43,7 @@ async def write_run(directory: Path) -> None:
     for number in range(EPISODES):
         spec = make_spec(f"e{number}")
         store.admit(spec)
-        await store.commit_episode(spec, make_episode_header(spec, reward=number % 3 / 2), b"", {})
+        await store.commit(EpisodeEnd(spec, make_episode_header(spec, reward=number % 3 / 2)))
     await store.close()
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.core.errors import InputError
-from agentrl.testing.sample_run import write_sample_run
 from benchmarks.processes import ProcessTree, children_cpu_seconds
 from tests.default_starts import CASES, default_config, write_model
 from tests.model_families import FAMILIES
+from tests.support.sample_run import write_sample_run
 from tests.unit.test_train_start import MISTAKES, write_project
 
 ROOT = Path(__file__).resolve().parents[1]

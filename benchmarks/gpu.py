@@ -12,7 +12,7 @@ The model is SmolLM2-135M-Instruct (`make smollm2`), or else a Qwen3-0.6B with r
 `start`: seconds until the embedded engine is ready and until the first step ends. `learner`: steps of an adapter on a
 random Qwen3-0.6B, beside plain transformers and PEFT on the same rows. `engine`: tokens per second of vLLM and of the
 embedded engine. `adapter`: steps of examples/07_smollm2.toml with vLLM as it starts by default; and without its
-compilation `full`: full weights by the device plan's transport, `delta`: only what changed of them, `masks`: top-p's
+compilation `full`: full weights, `masks`: top-p's
 kept sets, `routing`: recorded experts, `speculative`: drafts of n-grams. `k3` and `max_difference` compare vLLM's
 log-probabilities with the trainer's. `example_07`, `example_10`: the examples as they are, for some steps. `suite`:
 `pytest -m gpu`.
@@ -167,16 +167,12 @@ def _train(bench: Bench, example: str, *overrides: str, model: Path | None = Non
 
 
 def _by_vllm(
-    bench: Bench, *overrides: str, model: Path | None = None, vllm: str = '{"enforce_eager": true}', publish: str = ""
+    bench: Bench, *overrides: str, model: Path | None = None, vllm: str = '{"enforce_eager": true}', full: bool = False
 ) -> None:
-    """Steps with vLLM; `publish`: all weights, in this way."""
+    """Steps with vLLM; `full`: of all weights."""
     settings = [f"--engine.vllm={vllm}", *bench.tenth, *overrides]
-    if publish:
-        settings += [
-            "--policies.solver.lora=null",
-            "--policies.solver.learning_rate=1e-5",
-            f"--engine.publish={publish}",
-        ]
+    if full:
+        settings += ["--policies.solver.lora=null", "--policies.solver.learning_rate=1e-5"]
     _train(bench, "07_smollm2.toml", *settings, model=model, steps=2 if bench.small else 4)
 
 
@@ -364,8 +360,7 @@ PIECES = {
     "start": Piece(lambda bench: _train(bench, "07_smollm2.toml", "--engine.vllm=false", steps=1), 45),
     "learner": Piece(_learner, 80),
     "adapter": _CHECK(partial(_by_vllm, vllm="{}")),
-    "full": _CHECK(partial(_by_vllm, publish="full")),
-    "delta": _CHECK(partial(_by_vllm, publish="delta")),
+    "full": _CHECK(partial(_by_vllm, full=True)),
     "masks": _CHECK(lambda bench: _by_vllm(bench, "--sampling.top_p=0.95"), card=True),
     "routing": _CHECK(_routing, card=True),
     "speculative": _CHECK(_speculative, card=True),

@@ -13,7 +13,7 @@ The wheel is built from the sdist of the working tree and goes into empty enviro
   empty HOME and so without a cache, in turn, twice. `setup_ratio`: the seconds of HEAD's `make setup` over the other's;
   `demo_ratio`: the same from the clone to the end of the demo; medians. `packages_changed`: packages that `make setup`
   installs in another version than pip with the same arguments.
-* `docs`: `docs_words`, of all pages but the decisions and results; `pages_over_1000_words_on_the_newcomers_way`, of the
+* `docs`: `docs_words`, of all pages but the results; `pages_over_1000_words_on_the_newcomers_way`, of the
   README and the tutorials; `broken_links`, links to files and headings that do not exist.
 
 Needs a package index, 2 GB of disk and some minutes; `make test` leaves it out.
@@ -230,7 +230,7 @@ def _pin(constraints: Path, name: str) -> str:
 def documentation(work: Path) -> dict[str, float | None]:
     """The pages: their words, and their links."""
     del work
-    pages = [page for page in PAGES if page.parent.name not in ("decisions", "results")]
+    pages = [page for page in PAGES if page.parent.name != "results"]
     words = {str(page.relative_to(ROOT)): len(page.read_text(encoding="utf-8").split()) for page in pages}
     broken = [f"{page.relative_to(ROOT)}: {target}" for page in PAGES for target in broken_links(page)]
     long = [name for name in NEWCOMERS_WAY if words[name] > 1000]

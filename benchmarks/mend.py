@@ -1,14 +1,11 @@
 """Faults that stayed silent are found or named: counts over the test suites that prove it.
 
-    python -m benchmarks.mend [--quick] [--part kinds|mixing|thresholds|tinker]
+    python -m benchmarks.mend [--quick] [--part kinds|planted]
 
 * `kinds`. `kinds_right`: the share of the kinds of fault in `KINDS` whose tests all pass; `silent`: the other kinds.
-* `mixing`. `episodes_mixed_found`, of `episodes_mixed_planted`: environments whose episodes mix, and that
-  `agentrl env check` finds; `sound_accused`, of `sound_checked`: sound ones that it accuses.
-* `thresholds`. `thresholds_found`, of `thresholds_planted`: models whose forward pass changes at a length, and that the
-  check at the start finds.
-* `tinker`. `tinker_wait_ratio`: a key's wait beside an attack by another, over its wait beside one equal client; the
-  worst of six attacks. `requests_lost`: the key's requests that failed.
+* `planted`. For each row of `PLANTED`, the faults that were planted and found: environments whose episodes mix, models
+  whose forward pass changes at a length, and runs that need an alarm. For each row of `SOUND`, the sound environments
+  or runs that were checked, and those that were accused.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from benchmarks import tinker_waiting
 from benchmarks.parts import outcomes, run_functions
 
 KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -57,17 +53,13 @@ KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "starts that fail": (
         ("tests/unit/test_train_start.py", "test_a_start_that_fails_does_not_block_the_next"),
-        ("tests/unit/test_cli.py", "test_a_missing_package_is_named"),
+        ("tests/unit/test_imports.py", "test_a_missing_package_is_named"),
         ("tests/unit/test_cli.py", "test_a_dry_run_refuses_a_model"),
     ),
     "slow bfloat16": (("tests/unit/test_chosen_dtype.py", "test_"),),
-    "columns and steps of Tinker clients": (("tests/unit/test_tinker_trainer.py", "test_"),),
+    "columns and steps of Tinker clients": (("packages/tinker/tests/test_tinker_trainer.py", "test_"),),
     "filters of sampling": (("tests/contract/test_engine_filters.py", "test_"),),
-    "keys of a Tinker server": (
-        ("tests/e2e/test_tinker_shares.py", "test_"),
-        ("tests/unit/test_tinker_shares.py", "test_"),
-        ("tests/unit/test_hostile_clients.py", "test_slow_bodies_of_an_episode"),
-    ),
+    "slow bodies of an agent": (("tests/unit/test_hostile_clients.py", "test_slow_bodies_of_an_episode"),),
     "files and templates that are too large": (
         ("tests/unit/test_reading_weights.py", "test_a_file_that_is_too_large"),
         ("tests/unit/test_hostile_templates.py", "test_"),
@@ -75,13 +67,64 @@ KINDS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "commands that grow faster than the run": (("tests/unit/test_growth.py", "test_"),),
     "rewards won by lists": (("tests/unit/test_reward_check.py", "test_"),),
     "losses that change their batch": (("tests/unit/test_user_functions.py", "test_a_loss_that_writes"),),
+    "replies that were not sampled": (("tests/unit/test_written_replies.py", "test_"),),
+    "imitated runs": (
+        ("tests/learning/test_imitation.py", "test_turns_that_were_cut_are_context"),
+        ("tests/learning/test_imitation.py", "test_one_of_several_rewarded_seats_is_imitated"),
+        ("tests/learning/test_imitation.py", "test_an_unrewarded_seat_is_not_imitated"),
+    ),
+    "odd numbers and names in rewards and credit": (("tests/unit/test_rewards.py", "test_"),),
+    "replies of an endpoint": (("tests/e2e/test_evaluate.py", "test_the_reply_of_an_endpoint"),),
+    "memory of contexts": (
+        ("tests/unit/test_memory_plan.py", "test_no_context_needs_less"),
+        ("tests/unit/test_memory_plan.py", "test_contexts_take_memory"),
+    ),
+    "steps and resumes without a word": (
+        ("tests/unit/test_observe.py", "test_a_later_step"),
+        ("tests/unit/test_plan.py", "test_a_resume_with_more_steps"),
+        ("tests/unit/test_cli.py", "test_a_dry_run_refuses_a_name"),
+        ("tests/unit/test_recorded_run.py", "test_records_of_a_closed_run"),
+        ("tests/unit/test_viewer_server.py", "test_a_port_that_is_taken"),
+    ),
+    "odd numbers of received runs": (
+        ("tests/unit/test_run_comparison.py", "test_rewards_that_no_run_records"),
+        ("tests/unit/test_run_comparison.py", "test_metrics_beyond_all_measure"),
+        ("tests/unit/test_inspection_ledger.py", "test_an_attempt_below_the_first"),
+    ),
+    "marks in arguments": (
+        ("tests/unit/test_reply_formats.py", "test_a_mark_in_an_argument_is_text"),
+        ("tests/unit/test_reply_formats.py", "test_no_text_in_an_argument_runs_a_call"),
+    ),
+    "code that was edited after its import": (("tests/unit/test_imported_code.py", "test_"),),
+    "one seat that cheats": (
+        ("tests/unit/test_check_format.py", "test_one_seat_breaks_the_format"),
+        ("tests/unit/test_reward_check.py", "test_planted[HintToList]"),
+    ),
+    "credit and losses that are not as written": (
+        ("tests/sim/test_loop.py", "test_a_constant_normalizer"),
+        ("tests/sim/test_selection.py", "test_groups_too_small_for_k"),
+        ("tests/unit/test_credit_advantages.py", "test_rewards_to_go_tie"),
+    ),
+    "signals of forked children": (("tests/unit/test_forked_signals.py", "test_"),),
+    "loops that retry every error": (("tests/sim/test_time_limit.py", "test_a_retry_loop"),),
+    "columns of steps after a power cut": (
+        ("tests/unit/test_learn_trainer.py", "test_a_checkpoint_syncs_the_columns"),
+    ),
 }
 """The tests of each kind: a file, and the beginning of the tests' names."""
-MIXING = "tests/unit/test_check_concurrency.py"
-THRESHOLDS = "tests/unit/test_start_thresholds.py"
+PLANTED = {
+    "episodes_mixed": ("tests/unit/test_check_concurrency.py", "test_planted"),
+    "thresholds": ("tests/unit/test_start_thresholds.py", "test_planted"),
+    "alarms": ("tests/unit/test_alarm_runs.py", "test_each_alarm_has_a_run_that_raises_it"),
+}
+SOUND = {
+    "sound": ("tests/unit/test_check_concurrency.py", "test_sound"),
+    "runs": ("tests/unit/test_alarm_runs.py", "test_a_sound_run_raises_none"),
+}
 NAMES = (
-    *("kinds_right", "silent", "episodes_mixed_planted", "episodes_mixed_found", "sound_checked", "sound_accused"),
-    *("thresholds_planted", "thresholds_found", "tinker_wait_ratio", "requests_lost"),
+    *("kinds_right", "silent", "episodes_mixed_planted", "episodes_mixed_found", "thresholds_planted"),
+    *("thresholds_found", "alarms_planted", "alarms_found", "sound_checked", "sound_accused", "runs_checked"),
+    "runs_accused",
 )
 _run = cache(outcomes)
 
@@ -99,29 +142,17 @@ def kinds(quick: bool) -> dict[str, float | None]:
     return {"kinds_right": sum(right.values()) / len(right), "silent": float(list(right.values()).count(False))}
 
 
-def mixing(quick: bool) -> dict[str, float | None]:
-    """Count what the check says of environments whose episodes mix, and of sound ones."""
-    planted, sound = passed(MIXING, "test_planted"), passed(MIXING, "test_sound")
-    return {
-        "episodes_mixed_planted": float(len(planted)),
-        "episodes_mixed_found": float(sum(planted)),
-        "sound_checked": float(len(sound)),
-        "sound_accused": float(sound.count(False)),
-    }
+def planted(quick: bool) -> dict[str, float | None]:
+    """Count what is found of the planted faults, and accused of what is sound."""
+    figures: dict[str, float | None] = {}
+    for name, test in PLANTED.items():
+        found = passed(*test)
+        figures |= {f"{name}_planted": float(len(found)), f"{name}_found": float(sum(found))}
+    for name, test in SOUND.items():
+        sound = passed(*test)
+        figures |= {f"{name}_checked": float(len(sound)), f"{name}_accused": float(sound.count(False))}
+    return figures
 
-
-def thresholds(quick: bool) -> dict[str, float | None]:
-    """Count the planted models that the check at the start finds."""
-    planted = passed(THRESHOLDS, "test_planted")
-    return {"thresholds_planted": float(len(planted)), "thresholds_found": float(sum(planted))}
-
-
-PARTS = {
-    "kinds": kinds,
-    "mixing": mixing,
-    "thresholds": thresholds,
-    "tinker": tinker_waiting.figures,
-}
 
 if __name__ == "__main__":
-    run_functions("mend", NAMES, PARTS, description=__doc__)
+    run_functions("mend", NAMES, {"kinds": kinds, "planted": planted}, description=__doc__)

@@ -10,7 +10,6 @@
   reader of journals (`tests/journal_oracle.py`, which imports nothing of agentrl) judges the run directory, as does
   `tests/support/chaos_oracle.py`, which holds it against what had been acknowledged. A quick run kills a scripted run.
 * `fields`: every setting is changed between two starts of a run (`tests/support/resume_fields.py`).
-* `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
 * `hostile`: environments that attack their process (`tests/support/hostile_environments.py`).
 * `pairs`: programs that differ in one field of one call, recorded by one and executed by the other, from every prefix
   (`tests/replay/program_pairs.py`).
@@ -158,7 +157,6 @@ def _measured_by(module: str, function: str = "figures") -> Callable[[bool, Path
 PARTS = {
     "kills": kills,
     "fields": _measured_by("tests.support.resume_fields"),
-    "lag": _measured_by("benchmarks.scheduling_lag"),
     "hostile": _measured_by("tests.support.hostile_environments", "measure"),
     "pairs": pairs,
     "seeds": _measured_by("benchmarks.oracle_seeds", "measure"),
@@ -172,7 +170,7 @@ PARTS = {
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors", "resampled", "version_gone"),
     *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
-    *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
+    *("config_fields_unclassified", "resumes_judged"),
     *("hostile_environments", "hostile_inputs", "runs_ended", "named"),
     *("replay_pairs", "replay_pairs_undetected", "replay_pairs_by_design"),
     *("rewards_on_the_wrong_agent", "wrong_without_comparison", "hash_seed_kills", "hash_seed_resumed"),
@@ -185,7 +183,6 @@ FIGURES = (
     *("received_run_fields", "code_run", "bytes_sent", "files_opened_outside", "connections", "received_run_faults"),
     *("received_planted_found", "start_s"),
     *("family_shapes", "family_max_dlogp", "family_max_gradient_error", "engine_max_dlogp", "published_whole"),
-    "zero_states_found",
 )
 SUMMED = ("violations", "bricked", "runs_ended")
 """Figures of several parts."""

@@ -7,7 +7,7 @@ Figures:
     hostile_inputs  cases that were judged, controls aside
     violations      cases that changed a foreign file, ended with another exit code than promised, or left out the name
     bricked         runs that could not be resumed after the attack was taken back
-    runs_ended      mirrors and viewers that an attack ended or made unreachable
+    runs_ended      viewers that an attack ended or made unreachable
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -205,39 +204,6 @@ def _viewer(root: Path, tally: Counter[str]) -> None:
             each.close()
 
 
-def _mirror(root: Path, tally: Counter[str]) -> None:
-    """The disk of a mirror is lost for some seconds."""
-    place, copies = root / "mirrored", root / "copies"
-    place.mkdir()
-    copies.mkdir()
-    control = place / "run/journal/control.db"
-    with _started("tests.support.chaos_run", "scripted", str(place), "0", "4000") as run:
-        while not control.exists() or not (place / "run/status.json").exists():
-            assert run.poll() is None
-            time.sleep(0.05)
-        command = ("run", "mirror", str(place / "run"), f"--to={copies}/run", "--every=0.1", "--json")
-        with _started("agentrl.cli", *command) as mirror:
-            assert mirror.stdout is not None
-
-            def until(key: str) -> bool:
-                return any(key in json.loads(line) for line in mirror.stdout or ())
-
-            is_alive = until("seconds")
-            copies.rename(root / "lost")
-            copies.touch()
-            is_alive &= until("error") and until("error")
-            is_known = "error" in (place / "run/mirrors.json").read_text()
-            copies.unlink()
-            (root / "lost").rename(copies)
-            is_alive &= until("seconds")
-            run.kill()
-            run.wait()
-            is_alive &= mirror.wait(LIMIT_S) == 0
-    if not is_alive:
-        tally["runs_ended"] += 1
-    _judge(tally, "mirror", is_alive and is_known, f"mirror alive: {is_alive}, known to the run: {is_known}")
-
-
 def _judge(tally: Counter[str], name: str, is_right: bool, why: str) -> None:
     tally["hostile_inputs"] += 1
     tally["violations"] += not is_right
@@ -254,5 +220,4 @@ def measure(quick: bool) -> dict[str, float | None]:
         _viewer(root, tally)
         _models(root, quick, tally)
         _tasks(root, quick, tally)
-        _mirror(root, tally)
     return {name: float(tally[name]) for name in ("hostile_inputs", "violations", "bricked", "runs_ended")}

@@ -33,7 +33,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import resolve
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.support.recording_trainer import RecordingTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = "policy"

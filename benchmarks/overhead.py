@@ -45,9 +45,9 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import ROOT, Report
 from benchmarks.suite import checkout
+from tests.support.recording_trainer import RecordingTrainer
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"
 TURNS = 4

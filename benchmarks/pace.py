@@ -1,21 +1,14 @@
-"""The bound on staleness that a run chooses: whether its predictions hold, and what the choice costs.
+"""The bound on staleness that a run chooses, and what the choice costs.
 
     python -m benchmarks.pace [--quick]
-        [--part predict|auto|end|calculator|smollm2|stale|growth|limit|start|publication|full_weights|step]
+        [--part auto|calculator|smollm2|stale|growth|limit|start|publication|full_weights]
 
-* `predict`. `predict_error`: the largest relative error of predicted against measured seconds per step at staleness 0,
-  1, 2 and 4, over workloads of the production loop in virtual time. `exchanged_error`, the control: the same with
-  engine and trainer exchanged in the input; `exchanged_chooses`: whether the choice then still is the right one.
 * `auto`. `auto_over_best`: the seconds of a run with "auto", its first steps included, over those of the best number;
   the worst of these workloads, over 80 steps.
-* `end`. `end_over_waiting`: the seconds of a run of 27 steps with slow tools that samples until its end, over those of
-  one whose last steps wait for the episodes in flight; `end_dropped`: the share of its episodes that this throws away;
-  `end_wait_error`: the relative error of the expected wait. Means over seeds.
-* `calculator`. `calculator_error`, `calculator_auto_over_best`: the same for `examples/01_tool_use.toml` in real time,
-  whose predictions are those that the run with "auto" recorded, in medians over its steps. Runs take turns, and figures
-  are medians over runs of their mean step; a machine with other work makes them meaningless. Not in `--quick`.
-* `smollm2`. `smollm2_error`, `smollm2_auto_over_best`: the same for `examples/07_smollm2.toml` with steps of 32
-  episodes. `smollm2_vllm_error`, `smollm2_vllm_auto_over_best`: the same with vLLM and a merged LoRA.
+* `calculator`. `calculator_auto_over_best`: the same for `examples/01_tool_use.toml` in real time. Runs take turns, and
+  figures are medians over runs of their mean step; a machine with other work makes them meaningless. Not in `--quick`.
+* `smollm2`. `smollm2_auto_over_best`: the same for `examples/07_smollm2.toml` with steps of 32 episodes.
+  `smollm2_vllm_auto_over_best`: the same with vLLM and a merged LoRA.
 * `stale`. `stale_over_lockstep`: versions until the episodes that one began reach a goal, with the default loss at the
   largest bound on staleness, over those in lockstep; `best_over_default`: the best variant's over the default's
   (`stale_data.VARIANTS`), in medians of five seeds. The same for SmolLM2, which takes hours. Not in `--quick`.
@@ -31,9 +24,6 @@
   of a step, episodes included, over those of its linear layers alone. SmolLM2 is not in `--quick`.
 * `start`. `calculator_first_token_s`, `smollm2_first_token_s`: CPU seconds of a run until its first sampled token.
   `imports_s`: those of torch and transformers alone, which no start can avoid and a busy machine raises too.
-* `step`, only with `--part`. `step_time_error`: the largest relative error of the CPU seconds of a step in lockstep, as
-  `app.time_estimate` predicts them from the tokens that the step computed, for SmolLM2 (LoRA and full weights) and
-  Qwen2.5-Coder-0.5B (LoRA), on one thread. `step_time_control`: the same with the calculator's seconds per token.
 * `publication`. `publication_ratio`: seconds from the end of an optimizer step to the first token of the new version,
   for a merged LoRA on SmolLM2 with vLLM that is published as factors, over publishing the merged weights; median of
   interleaved rounds. `publication_cpu_ratio`, `publication_bytes`: the same of the CPU seconds of all processes, and
@@ -57,41 +47,20 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from agentrl.observe.metrics import PREDICTED_STEP
-from agentrl.observe.pace import choose_staleness
 from benchmarks import pace_growth, pace_limit, pace_publication, stale_data
 from benchmarks.parts import Figures, run_functions
 from tests.simulation.pace import (
     BOUNDS,
-    STEP_SIZE,
     WORKLOADS,
-    end_of_run,
-    exchanged,
-    predict_error,
-    predicted,
     simulated,
-    timings_of,
 )
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-CONTROL = "trainer"
-"""Workload whose engine and trainer are exchanged: the trainer takes most of a step."""
-QUICK = ("engine and trainer", CONTROL)
+QUICK = ("engine and trainer", "trainer")
 STEPS, QUICK_STEPS = 80, 24
 """Steps of a run in virtual time."""
-FIRST_STEPS = 6
-"""First steps of real runs, which are not measured: until the fifth, a run at staleness 4 trains what it began with."""
-
-
-def predict(quick: bool) -> dict[str, float]:
-    """Compare predictions with the loop."""
-    control = timings_of(CONTROL)
-    right = choose_staleness(predicted(control))
-    return {
-        "predict_error": max(predict_error(name, timings_of(name)) for name in _workloads(quick)),
-        "exchanged_error": predict_error(CONTROL, exchanged(control)),
-        "exchanged_chooses": float(choose_staleness(predicted(exchanged(control))) == right),
-    }
+FIRST_STEPS = 10
+"""First steps of real runs, which are not measured: a run with "auto" times both bounds in them."""
 
 
 def auto(quick: bool) -> dict[str, float]:
@@ -104,27 +73,14 @@ def auto(quick: bool) -> dict[str, float]:
     return {"auto_over_best": max(ratios.values())}
 
 
-def end(quick: bool) -> dict[str, float]:
-    """Compare the two ways to end a run."""
-    steps, seeds = (27, 4) if quick else (27, 24)
-    waiting = [end_of_run(seed, sample_until_end=False, steps=steps) for seed in range(seeds)]
-    sampling = [end_of_run(seed, sample_until_end=True, steps=steps) for seed in range(seeds)]
-    assert not any(run.dropped for run in waiting)
-    return {
-        "end_over_waiting": fmean(run.seconds for run in sampling) / fmean(run.seconds for run in waiting),
-        "end_dropped": fmean(run.dropped for run in sampling) / (steps * STEP_SIZE),
-        "end_wait_error": abs(fmean(run.expected_wait_s for run in waiting) / fmean(run.wait_s for run in waiting) - 1),
-    }
-
-
 def calculator(quick: bool) -> dict[str, float]:
     """Compare both in real time."""
-    return {} if quick else _in_real_time("calculator", "01_tool_use.toml", rounds=3, settings=("--steps=16",))
+    return {} if quick else _in_real_time("calculator", "01_tool_use.toml", rounds=3, settings=("--steps=20",))
 
 
 def smollm2(quick: bool) -> dict[str, float]:
     """The same with a pretrained model."""
-    settings = ("--steps=14", "--policies.solver.step_size=32")
+    settings = ("--steps=18", "--policies.solver.step_size=32")
     vllm = ("--engine.vllm={}", "--policies.solver.lora.merge=true")
     return (
         {}
@@ -141,16 +97,8 @@ def _in_real_time(name: str, example: str, *, rounds: int, settings: Sequence[st
             runs[bound].append(_train(EXAMPLES / example, bound, number, settings)[FIRST_STEPS:])
     # Steps on what was sampled ahead come together, so their mean is the pace, and not their median.
     seconds = {bound: median(fmean(v["step/seconds"] for v in steps) for steps in runs[bound]) for bound in runs}
-    predictions = {
-        bound: median(v[f"{PREDICTED_STEP}{bound}"] for steps in runs["auto"] for v in steps) for bound in BOUNDS
-    }
-    for bound in BOUNDS:
-        print(f"  staleness {bound}: {predictions[bound]:.3f} s predicted, {seconds[bound]:.3f} s seen", flush=True)
-    best = min(seconds[bound] for bound in BOUNDS)
-    return {
-        f"{name}_error": max(abs(predictions[bound] / seconds[bound] - 1) for bound in BOUNDS),
-        f"{name}_auto_over_best": seconds["auto"] / best,
-    }
+    print("  " + ", ".join(f"{bound}: {step_s:.3f} s" for bound, step_s in seconds.items()), flush=True)
+    return {f"{name}_auto_over_best": seconds["auto"] / min(seconds[bound] for bound in BOUNDS)}
 
 
 def _workloads(quick: bool) -> tuple[str, ...]:
@@ -162,10 +110,7 @@ def _train(example: Path, max_staleness: Any, seed: int, settings: Sequence[str]
     with tempfile.TemporaryDirectory() as directory:
         settings = (
             *(f"--directory={directory}", "--name=run", f"--seed={seed}", "--evaluation.tasks=0"),
-            *(
-                "--evaluation.every=0",
-                "--sample_until_end=true",
-            ),  # else the last steps of an asynchronous run are faster
+            "--evaluation.every=0",
             *(f"--policies.solver.max_staleness={json.dumps(max_staleness)}", *settings),
         )
         command = [sys.executable, "-m", "agentrl", "train", str(example), *settings]
@@ -175,9 +120,7 @@ def _train(example: Path, max_staleness: Any, seed: int, settings: Sequence[str]
 
 
 PARTS: Mapping[str, Figures] = {
-    "predict": predict,
     "auto": auto,
-    "end": end,
     "calculator": calculator,
     "smollm2": smollm2,
     "stale": stale_data.figures,
@@ -186,13 +129,10 @@ PARTS: Mapping[str, Figures] = {
     "start": pace_limit.start,
     "publication": pace_publication.figures,
     "full_weights": pace_publication.full_figures,
-    "step": pace_limit.step_time,
 }
 FIGURES = (
-    *("predict_error", "exchanged_error", "exchanged_chooses", "auto_over_best"),
-    *("end_over_waiting", "end_dropped", "end_wait_error"),
-    *("calculator_error", "calculator_auto_over_best", "smollm2_error", "smollm2_auto_over_best", "smollm2_vllm_error"),
-    "smollm2_vllm_auto_over_best",
+    *("auto_over_best"),
+    *("calculator_auto_over_best", "smollm2_auto_over_best", "smollm2_vllm_auto_over_best"),
     *("stale_over_lockstep", "best_over_default", "smollm2_stale_over_lockstep", "smollm2_best_over_default"),
     *("harm_default_over_lockstep", "harm_uncorrected_over_lockstep", "harm_best_over_default"),
     *("growth", "jsonl_ms_per_episode", "parquet_ms_per_episode"),
@@ -204,8 +144,7 @@ FIGURES = (
     *("full_smollm2_seconds", "full_smollm2_cpu", "full_smollm2_bytes"),
     *("full_smollm2_process_seconds", "full_smollm2_process_cpu", "full_smollm2_process_bytes"),
     *("full_smollm2_vllm_seconds", "full_smollm2_vllm_cpu", "full_smollm2_vllm_bytes"),
-    *("step_time_error", "step_time_control"),
 )
 
 if __name__ == "__main__":
-    run_functions("pace", FIGURES, PARTS, description=__doc__, on_request=("step",))
+    run_functions("pace", FIGURES, PARTS, description=__doc__)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from agentrl.app.training import run_training
 from agentrl.inspection.reader import RunReader
-from agentrl.testing.sample_environment import Propose
-from agentrl.testing.sample_run import sample_run_config, sample_run_factories
 from benchmarks.processes import command_cpu_seconds
+from tests.support.sample_environment import Propose
+from tests.support.sample_run import sample_run_config, sample_run_factories
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "jsonl": ("run", "export", "{run}", "--to", "jsonl", "--out", "{run}.jsonl", "--force"),

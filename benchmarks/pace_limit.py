@@ -9,10 +9,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, astuple, dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,23 +19,12 @@ from unittest.mock import patch
 import torch
 from torch.nn import functional
 
-from agentrl.app.plan import with_chosen_settings
-from agentrl.app.time_estimate import TokenSeconds, measure_token_seconds
 from agentrl.cli.main import main
-from agentrl.config.load import load
-from agentrl.config.run import RunConfig
-from agentrl.learn.trainer import PolicyTrainer
 from agentrl.orchestrator.loop import Orchestrator
 from tests.support.computed_tokens import ComputedTokens, counted, unshared
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CALCULATOR, SMOLLM2 = EXAMPLES / "01_tool_use.toml", EXAMPLES / "07_smollm2.toml"
-_STEPS = (
-    ("SmolLM2, LoRA", "SmolLM2-135M-Instruct", ("", "")),
-    ("SmolLM2, full weights", "SmolLM2-135M-Instruct", ("lora.rank = 8", "")),
-    ("Qwen2.5-Coder-0.5B, LoRA", "Qwen2.5-Coder-0.5B-Instruct", ("", "")),
-)
-"""Runs whose time per step is predicted: name, model, and what is replaced in the example's file."""
 Shape = tuple[int, int, int]
 """Rows, columns and inner dimension of a matrix product."""
 
@@ -120,88 +108,9 @@ def figures(quick: bool) -> Mapping[str, float | None]:
     return measured
 
 
-@dataclass
-class _Step:
-    """What a step computes."""
-
-    cpu_s: float = 0.0
-    passes: int = 0
-    sampled: int = 0
-    context: int = 0
-    forwarded: int = 0
-    trained: int = 0
-
-
-def _steps(arguments: Sequence[str], steps: int) -> list[_Step]:
-    """Train in lockstep on one thread, since threads that wait for each other count as busy; return all steps but the
-    first."""
-    ended, forwarded, trained = list[_Step](), 0, 0
-    forward, step = PolicyTrainer._forward, Orchestrator._step_with
-
-    def counted_forward(self: Any, learner: Any, micro_batch: Any, *rest: Any, **named: Any) -> Any:
-        nonlocal forwarded, trained
-        forwarded, trained = forwarded + len(micro_batch.token_ids), trained + len(micro_batch.targets)
-        return forward(self, learner, micro_batch, *rest, **named)
-
-    async def counted_step(self: Any, policy: Any, units: Any) -> bool:
-        is_taken = await step(self, policy, units)
-        rows = [(rows, width, count) for (rows, width), count in counts.passes.items()]
-        passes = sum(count for _, width, count in rows if width == 1)
-        sampled = sum(rows * count for rows, width, count in rows if width == 1)
-        context = sum(rows * width * count for rows, width, count in rows if width > 1)
-        ended.append(_Step(time.process_time(), passes, sampled, context, forwarded, trained))
-        return is_taken
-
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        counted() as counts,
-        patch.object(PolicyTrainer, "_forward", counted_forward),
-        patch.object(Orchestrator, "_step_with", counted_step),
-    ):
-        if main(["train", *arguments, f"--directory={directory}", "--name=run", f"--steps={steps}"]):
-            raise SystemExit(f"{' '.join(arguments)}: training failed")
-    return [
-        _Step(*(now - before for now, before in zip(astuple(after), astuple(earlier), strict=True)))
-        for earlier, after in pairwise(ended)
-    ]
-
-
-def step_time(quick: bool) -> Mapping[str, float | None]:
-    errors, control = list[float](), 0.0
-    with tempfile.TemporaryDirectory() as directory, patch.object(RunConfig, "threads", 1):
-        calculator = _token_seconds(str(CALCULATOR), [])
-        for name, model, replaced in _STEPS[:1] if quick else _STEPS:
-            text = SMOLLM2.read_text().replace(
-                "../models/SmolLM2-135M-Instruct", str(EXAMPLES.parent / "models" / model)
-            )
-            text = text.replace("07_smollm2.py", str(EXAMPLES / "07_smollm2.py")).replace(*replaced)
-            file = Path(directory) / "run.toml"
-            file.write_text(text)
-            settings = ["--policies.solver.max_staleness=0", "--policies.solver.step_size=16"]
-            seconds = _token_seconds(str(file), settings)
-            evaluation = ["--evaluation.tasks=0", "--evaluation.every=0"]
-            for seen in _steps([str(file), *settings, *evaluation], 2 if quick else 4):
-                counts = asdict(seen)
-                cpu_s = counts.pop("cpu_s")
-                errors.append(seconds.step(**counts) / cpu_s - 1)
-                control = max(control, abs(calculator.step(**counts) / cpu_s - 1))
-                print(f"  {name}: {cpu_s * (1 + errors[-1]):.2f} CPU s predicted, {cpu_s:.2f} seen", flush=True)
-    return {"step_time_error": max(map(abs, errors)), "step_time_control": control}
-
-
-def _token_seconds(file: str, settings: Sequence[str]) -> TokenSeconds:
-    config, _ = with_chosen_settings(load(file, settings), {})
-    return measure_token_seconds(config, time.process_time)
-
-
 _FIRST_TOKEN = """
 import os, sys, time
-from agentrl.app.plan import with_chosen_settings
-from agentrl.app.time_estimate import TokenSeconds, measure_token_seconds
 from agentrl.cli.main import main
-from agentrl.config.load import load
-from agentrl.config.run import RunConfig
-from agentrl.learn.trainer import PolicyTrainer
 from agentrl.engines.embedded.forward import ForwardPassRunner
 def exit_at_first_token(self, one, logits):
     print(time.process_time(), flush=True)

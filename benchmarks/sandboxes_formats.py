@@ -34,13 +34,13 @@ from typing import Any
 
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.environment.registry import name_of
-from agentrl.formats import runner
-from agentrl.formats.runner import RunnerEnvironment
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, Failure, execute_episode, play
+from agentrl_formats import runner
 from agentrl_formats.bfcl import Bfcl, Interfaces, entries, parsed_call
 from agentrl_formats.gem import Gem
 from agentrl_formats.harbor import Harbor
+from agentrl_formats.runner import RunnerEnvironment
 from agentrl_formats.runners import Inspect, Verifiers
 from agentrl_formats.servers import NemoGym, OpenEnv
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_task

@@ -7,8 +7,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from agentrl_sandbox.bubblewrap import BubblewrapDriver
+
 from agentrl.gateway.server import Gateway
-from agentrl.sandbox.bubblewrap import GATEWAY_PORT, BubblewrapDriver
+from agentrl.sandbox import GATEWAY_PORT
 from agentrl.sandbox.sandbox import Sandbox
 
 _PROGRAM = """

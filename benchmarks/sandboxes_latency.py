@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
+from agentrl_sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
+
 from agentrl.sandbox.sandbox import Sandbox
 from agentrl.sandbox.state import FileState, hashed_files
 from tests.sandboxes.limits import below

@@ -34,19 +34,12 @@ FIGURES = (
     "auto_over_best_worst",
     "jump_over_best",
     "jump_thrashing",
-    "max_lag_exceeded",
-    "group_max_lag_1",
-    "group_max_lag_2",
-    "group_max_lag_4",
-    "late_max_lag_1",
-    "late_max_lag_2",
-    "late_max_lag_4",
     "split_trainers",
     "split_gain",
     "split_trainer_waits",
     "staleness_error",
     "late_mask_1",
-    "mask_1_share",
+    *("mask_1_share", "masked_fastest", "masked_slowest", "masked_failed", "masked_won"),
 )
 
 if __name__ == "__main__":

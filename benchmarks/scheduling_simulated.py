@@ -68,7 +68,6 @@ def plan(
     seed: int = 0,
     rates: dict[int, float] | None = None,
     max_lag: int | None = None,
-    over_lag: str = "wait",
 ) -> SimulationPlan:
     """The survey's jobs; a slot samples a median job in a second."""
     tail = {"p50": MEDIAN, "p90": 5 * MEDIAN, "cap": 40 * MEDIAN, "law": law}
@@ -81,7 +80,7 @@ def plan(
                 "Solve": {"seats": {"solver": {"tokens": tail}}},
             },
             "policies": {
-                "solver": {"step_size": 256, "max_staleness": staleness, "max_lag": max_lag, "over_lag": over_lag},
+                "solver": {"step_size": 256, "max_staleness": staleness, "max_lag": max_lag},
                 "proposer": {"kind": "frozen"},
             },
             "credit": {"group_size": PROPOSALS, "release": RULES[rule].release},

@@ -1,7 +1,7 @@
 """The survey's case: 512 rollouts of up to 32K tokens a step, on a 32B model; a barrier, and ours, on the same GPUs.
 
 Four engines of two H100 each sample, four H100 train: by the roofline of `tests/simulation/plan.py`, which makes
-sampling the bottleneck. `docs/img/survey.py` draws what is measured here.
+sampling the bottleneck.
 """
 
 from __future__ import annotations

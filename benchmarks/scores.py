@@ -11,10 +11,6 @@
 * `agreement`: the bundled model is trained with two judges, of which one computes the sum, and the other answers by the
   length of the conversation: `good_judge_agreement` and `judge_agreement`, that of the planted bad judge, are the means
   over the steps of the metric `reward_agreement/NAME`, of which ½ is chance.
-* `tokens`: episodes of eight turns are scored per turn by a small reward model in its process. `scorer_tokens_ratio` is
-  the number of tokens that it computed, over that of the conversations; `scorer_tokens_ratio_without_cache` is that of
-  a run in which it keeps nothing between turns. `reward_model_errors` are scores that differ from those of a whole
-  forward pass over the recorded conversation by more than 1e-4.
 """
 
 from __future__ import annotations
@@ -42,10 +38,9 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import ScoreEntry, TurnEntry
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 from tests.support.chat_endpoint import ChatEndpoint, said, serving
-from tests.support.reward_models import recomputed_scores, save_reward_model
+from tests.support.recording_trainer import RecordingTrainer
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -53,7 +48,6 @@ if TYPE_CHECKING:
 NAMES = (
     *("pipelined_over_none", "inline_over_none", "exposed_latency_error", "exposed_latency_error_of_a_lockstep"),
     *("judge_agreement", "good_judge_agreement"),
-    *("scorer_tokens_ratio", "scorer_tokens_ratio_without_cache", "reward_model_errors"),
 )
 TURNS, TURN_S, TOKENS = 8, 0.2, 8
 HERE = Path(__file__)
@@ -80,15 +74,6 @@ class Talk(agentrl.Environment):
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
         """Return tasks that differ in nothing."""
         return [Task(id=str(number), data={}) for number in range(64)]
-
-
-class TalkScored(Talk):
-    """Gives no reward of its own."""
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        """Talk."""
-        for number in range(TURNS):
-            await ctx.agent("talker").act(agentrl.user(f"{number} + {number}"))
 
 
 class TalkInline(Talk):
@@ -149,9 +134,7 @@ def _scripted(directory: Path, environment: type[agentrl.Environment], steps: in
         trainer={"loss": {"normalizer": 64}},
         checkpoint={"every": 0, "versions": 0},
         evaluation={"tasks": 0},
-        scorers={"slow": {"function": f"{FUNCTIONS}:timed", "max_concurrent": 1000, "options": scored}}
-        if scored
-        else {},
+        scorers={"slow": {"function": f"{FUNCTIONS}:timed", "options": scored}} if scored else {},
     )
     watch = Watch()
     factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat())
@@ -211,7 +194,6 @@ def overlap(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
 TOML = """
 name = "run"
 steps = {steps}
-workers = {workers}
 [environment]
 id = "calculator"
 [model]
@@ -229,17 +211,16 @@ tasks = 0
 every = 2
 """
 JUDGE = """
-[policies.{name}]
-kind = "remote"
-url = "{url}"
-model = "{name}"
 [scorers.{name}]
-judge = "{name}"
+function = "score.py:{name}"
 per = "episode"
-credit = "reward"
-rubric = "Is the last answer right?"
-answer = {{ wrong = 0.0, right = 1.0 }}
-unscorable = 0.0
+"""
+SCORES = """
+from agentrl_judges import Endpoint, judge
+
+answer = {{"wrong": 0.0, "right": 1.0}}
+good = judge("Is the last answer right?", Endpoint({url!r}, "good"), answer=answer)
+bad = judge("Is the last answer right?", Endpoint({url!r}, "bad"), answer=answer)
 """
 
 
@@ -259,57 +240,13 @@ def agreement(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]
     endpoint = ChatEndpoint(_judged, models=("good", "bad"))
     with serving(endpoint) as served:
         toml = root / "run.toml"
-        judges = [JUDGE.format(name=name, url=served.url) for name in endpoint.models]
-        text = TOML.format(steps=2 if quick else 8, workers=1) + "".join(judges)
+        (root / "score.py").write_text(SCORES.format(url=served.url))
+        text = TOML.format(steps=2 if quick else 8) + "".join(JUDGE.format(name=name) for name in endpoint.models)
         toml.write_text(text.replace("step_size = 32", "step_size = 128"))
         metrics = agentrl.train(_loaded(toml, root), quiet=True).metrics
     return {
         figure: statistics.fmean(step[f"reward_agreement/{name}"] for step in metrics)
         for figure, name in (("judge_agreement", "bad"), ("good_judge_agreement", "good"))
-    }
-
-
-PRM = """
-[engine]
-max_context = 512
-[trainer]
-micro_batch_tokens = 4096
-[scorers.prm]
-reward_model = "prm"
-credit = "reward"
-cache_tokens = {cache_tokens}
-unscorable = 0.0
-"""
-
-
-def tokens(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
-    """Score conversations turn by turn with a reward model."""
-    save_reward_model(root / "prm")
-    ratios, wrong = {}, 0
-    for cache_tokens in (32768, 0):
-        directory = root / f"cache_{cache_tokens}"
-        toml = root / f"{cache_tokens}.toml"
-        text = TOML.format(steps=1 if quick else 4, workers=2).replace('id = "calculator"', f'id = "{HERE}:TalkScored"')
-        toml.write_text(text + PRM.format(cache_tokens=cache_tokens))
-        config = _loaded(toml, directory)
-        agentrl.train(config, quiet=True)
-        reader = RunReader(directory / "run")
-        computed = whole = 0
-        for line in reader.episodes("stop_reason = completed", limit=100_000):
-            entries = dict(reader.episode(line.episode).entries)
-            expected = recomputed_scores(entries, root / "prm", config.scorers["prm"])
-            whole += max(length for _, length in expected.values())
-            for name, (value, _) in expected.items():
-                body = entries[name]
-                computed += body.tokens if isinstance(body, ScoreEntry) else 0
-                wrong += not isinstance(body, ScoreEntry) or value is None or abs(body.value - value) > 1e-4
-        reader.close()
-        ratios[cache_tokens] = computed / whole
-        print(f"keeping {cache_tokens} tokens: {computed} computed for {whole}", flush=True)
-    return {
-        "scorer_tokens_ratio": ratios[32768],
-        "scorer_tokens_ratio_without_cache": ratios[0],
-        "reward_model_errors": float(wrong),
     }
 
 
@@ -322,7 +259,6 @@ def _loaded(toml: Path, directory: Path) -> RunConfig:
 PARTS = {
     "overlap": overlap,
     "agreement": agreement,
-    "tokens": tokens,
 }
 
 

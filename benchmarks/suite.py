@@ -1,6 +1,6 @@
-"""The tests: what they cost, and which planted faults they find, beside those of an earlier commit.
+"""The tests: what they cost, and which planted faults they find, beside those of an earlier commit; the project's size.
 
-    python -m benchmarks.suite [--part cpu|faults] [--against COMMIT] [--folder tests/unit …] [--faults 40] [--seed 1]
+    python -m benchmarks.suite [--part cpu|faults|size] [--against COMMIT] [--folder tests/unit …] [--faults 40]
 
 Both commits, `--against` and `HEAD`, are checked out into temporary directories and tested with this `.venv`.
 
@@ -13,6 +13,8 @@ Both commits, `--against` and `HEAD`, are checked out into temporary directories
   them that are nearest to the changed module: they import it, or a module that imports it, and are named like it. So a
   fault that only another file finds is not drawn, and one counts as missed even if another file would find it. Tests
   that start Ray, vLLM or whole runs are left out, and those of engines. Two minutes a fault.
+* `size`. What a reader has to know, as `tests/architecture/size.py` counts it: `code_lines` and `conditionals` of
+  `agentrl/`, `settings`, `refused_pairs` of settings, `docs_words`, `readme_words`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.report import ROOT, Report
+from tests.architecture.size import measured_sizes
 from tests.processes import descendants
 
 SUITE = ("tests/e2e", "tests/learning", "tests/contract", "tests/sim", "tests/property", "tests/replay", "tests/unit")
@@ -274,7 +277,27 @@ def faults(arguments: argparse.Namespace) -> dict[str, float | None]:
     return {"faults": float(num_tried), "faults_found": float(num_found)}
 
 
-PARTS = {"cpu": cpu, "faults": faults}
+# --- size -------------------------------------------------------------------------------------------------------------
+
+SIZE_FIGURES = {
+    "code_lines": "lines in all",
+    "conditionals": "conditionals",
+    "settings": "settings",
+    "refused_pairs": "refused pairs",
+    "docs_words": "words of docs/",
+    "readme_words": "words of README.md",
+}
+
+
+def size(arguments: argparse.Namespace) -> dict[str, float | None]:
+    """Count this checkout."""
+    sizes = measured_sizes()
+    for name, count in sorted(sizes.items()):
+        print(f"{count:>8,}  {name}")
+    return {figure: float(sizes[name]) for figure, name in SIZE_FIGURES.items()}
+
+
+PARTS = {"cpu": cpu, "faults": faults, "size": size}
 
 
 def main() -> None:
@@ -290,7 +313,7 @@ def main() -> None:
     if arguments.quick:
         arguments.folder, arguments.faults = ["tests/architecture"], 1
     report = Report("suite", quick=arguments.quick, repeats=1, compared_with=arguments.against)
-    report.figures = dict.fromkeys(("suite_cpu_seconds", "suite_cpu_ratio", "faults", "faults_found"))
+    report.figures = dict.fromkeys(("suite_cpu_seconds", "suite_cpu_ratio", "faults", "faults_found", *SIZE_FIGURES))
     for part in [arguments.part] if arguments.part else PARTS:
         print(f"{part} …", flush=True)
         report.figures |= PARTS[part](arguments)

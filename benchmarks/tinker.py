@@ -1,5 +1,4 @@
-"""What scripts of the Tinker SDK get from `agentrl serve tinker`, in parts: `training`, `kills`, `recipes` and
-`waiting`.
+"""What scripts of the Tinker SDK get from `agentrl-tinker`, in parts: `training`, `kills` and `recipes`.
 
     python -m benchmarks.tinker [--quick] [--part PART]
 
@@ -23,11 +22,8 @@ NAMES = (
     "futures_lost",
     "control_futures_lost",
     "tenants_equal",
-    "fairness",
     "disorder_detected",
     "overhead",
-    "tinker_wait_ratio",
-    "requests_lost",
 )
 
 if __name__ == "__main__":

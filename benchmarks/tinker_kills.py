@@ -18,8 +18,8 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from tests.support.tinker_client import CALCULATOR, FULL_CALCULATOR
-from tests.support.tinker_kills import KilledServer, PersistentClient, plan, script
+from packages.tinker.tests.client import CALCULATOR, FULL_CALCULATOR
+from packages.tinker.tests.kills import KilledServer, PersistentClient, plan, script
 
 KILLS_OF_SCRIPT = 5
 CONTROLS = (2, 4, 7, 8, 12)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from tests.support import tinker_recipe
-from tests.support.tinker_client import KEY, ServerProcess
+from packages.tinker.tests import recipe as tinker_recipe
+from packages.tinker.tests.client import KEY, ServerProcess
 
 PYTHON = Path(os.environ.get("TINKER_PYTHON", Path.home() / ".cache/tinker-sdk/.venv/bin/python"))
 """Interpreter of the cookbook's environment, apart from ours."""
@@ -231,7 +231,7 @@ def run_recipes(directory: Path, model: Path, weights: str, recipes: Mapping[str
     directory.mkdir()
     server = ServerProcess(
         directory,
-        f'keys = ["ALICE"]\n[models."{tinker_recipe.MODEL}"]\npath = "{model}"\nweights = "{weights}"\n'
+        f'[models."{tinker_recipe.MODEL}"]\npath = "{model}"\nweights = "{weights}"\n'
         "[engine]\nmax_context = 1024\nslots = 32\nvllm = false\n[trainer]\nmicro_batch_tokens = 4096\n",
     )
     address = server.start()

@@ -5,7 +5,6 @@
   passes, and the same built-in one. `wire_logprob_error`: largest difference, in nats, between the log-probabilities of
   samples and those that the trainer computes for them, as the client receives both.
 * `tenants_equal`: share of three clients' models that end with the weights, bit for bit, that each has alone.
-  `fairness`: tokens of a client with small requests, over half of all, while one with large requests waits, too.
   `disorder_detected`: whether a journal in which passes of two steps changed places is detected.
 * `overhead`: CPU seconds of the server for steps of a client, over those of the trainer of runs for the same rows;
   median of pairs.
@@ -27,10 +26,15 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.tokens import TrajectoryRow
 from agentrl.learn.trainer import PolicyTrainer
 from benchmarks.parts import outcomes
-from tests.e2e.test_tinker import share_of_a_small_client, trained_tenants
+from packages.tinker.tests.client import Client, Row, decoded_pass, row, server_config, serving
+from packages.tinker.tests.test_server import trained_tenants
+from packages.tinker.tests.test_tinker_trainer import (
+    NAIVE,
+    client_trainer,
+    custom_gradients,
+    gradients_of_both_trainers,
+)
 from tests.learn_cases import Episodes, run_config
-from tests.support.tinker_client import Client, Row, decoded_pass, row, server_config, serving
-from tests.unit.test_tinker_trainer import NAIVE, client_trainer, custom_gradients, gradients_of_both_trainers
 
 STEPS = 6
 
@@ -42,7 +46,7 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 def custom_loss_error(directory: Path) -> float:
     """Compare gradients of losses in two passes with those of the built-in ones."""
     trainer = client_trainer(directory)
-    trainer.add("custom", LoraConfig(rank=4), seed=1)
+    trainer.load("custom", LoraConfig(rank=4), seed=1)
     return max(relative_error(*custom_gradients(trainer, loss)) for loss in NAIVE)
 
 
@@ -114,7 +118,7 @@ async def _served(directory: Path, rows: list[Row]) -> float:
 def _of_run(directory: Path, rows: list[TrajectoryRow]) -> float:
     episodes = Episodes(rows)
     config = run_config(
-        Path(server_config(directory).models["calc"].path),
+        Path(server_config(directory).run.trained["calc"].model),
         policies={"policy": PolicyConfig(lora=LoraConfig(rank=4))},
         loss={"name": "ppo"},
         micro_batch_tokens=512,
@@ -133,7 +137,7 @@ def _of_run(directory: Path, rows: list[TrajectoryRow]) -> float:
 def figures(quick: bool) -> dict[str, float | None]:
     """Measure everything but kills and recipes."""
     torch.set_num_threads(1)
-    order = outcomes("-n", "0", "tests/e2e/test_tinker.py", "-k", "out_of_order")
+    order = outcomes("-n", "0", "packages/tinker/tests/test_server.py", "-k", "out_of_order")
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         return {
@@ -143,7 +147,6 @@ def figures(quick: bool) -> dict[str, float | None]:
             "custom_loss_error": custom_loss_error(directory / "custom"),
             "wire_logprob_error": asyncio.run(wire_logprob_error(directory / "wire")),
             "tenants_equal": tenants_equal(directory / "tenants"),
-            "fairness": asyncio.run(share_of_a_small_client(directory / "fair")),
             "disorder_detected": statistics.mean(order.values()),
             "overhead": overhead(directory, 1 if quick else 7),
         }

@@ -1,7 +1,7 @@
 """A Tinker script: it samples, rewards and trains through the `tinker` SDK, against a server on this machine.
 
 export TINKER_API_KEY=tml-$(openssl rand -hex 16)
-agentrl serve tinker server.toml --port 8000        (server.toml: docs/how-to/tinker.md)
+agentrl-tinker server.toml --port 8000        (server.toml: docs/how-to/tinker.md)
 TINKER_BASE_URL=http://127.0.0.1:8000 python 15_tinker_client.py [BASE_MODEL]
 
 It needs `pip install tinker` in an environment of its own, and nothing of agentrl. The reward is the share of sampled

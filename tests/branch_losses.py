@@ -19,18 +19,17 @@ import torch
 
 import agentrl
 from agentrl.app.plan import resolve
-from agentrl.config.algorithms import LOSSES
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import GROUPINGS
 from agentrl.core.errors import ConfigError, LossError
 from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion, VersionSpan
 from agentrl.core.tokens import TrainingSample
-from agentrl.credit.advantages.group_baselines import no_baseline
+from agentrl.credit.group_baselines import no_baseline
 from agentrl.credit.trees import tree_credits
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import Loss
 from agentrl.learn.step_columns import TokenColumns
-from tests.loss_cases import loss_named
+from tests.loss_cases import DECLARATIONS, loss_named
 
 Decision = tuple[int, ...]
 """A state, as the decisions before it, or the decisions of an episode."""
@@ -203,10 +202,10 @@ class Branching(agentrl.Environment):
 
 
 def combinations() -> list[Combination]:
-    """Return every built-in loss with every grouping that its options can select."""
+    """Return every named loss with every grouping that its options can select."""
     return [
         Combination(name, {**WIDE.get(name, {}), **options})
-        for name, declaration in LOSSES.items()
+        for name, declaration in DECLARATIONS.items()
         for options in _groupings(name, declaration.groups_option)
     ]
 

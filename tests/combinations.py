@@ -19,10 +19,10 @@ import agentrl
 from agentrl.app.plan import resolve
 from agentrl.app.policies import check_engine_capabilities
 from agentrl.app.user_functions import load_user_functions
-from agentrl.config.algorithms import ADVANTAGES, LOSSES
-from agentrl.config.combinations import COMPILED, CONTEXT_RANKS, DISPATCHED, OFFLOADED, SHARDED, WHOLE_ROWS
+from agentrl.config import algorithms, combinations
+from agentrl.config.algorithms import ADVANTAGES, LOSSES, NORMALIZERS, advantage_part, loss_part, normalizer_part
 from agentrl.config.run import RunConfig
-from agentrl.core.custom_functions import find_function
+from agentrl.core.custom_functions import GROUPINGS, FunctionDeclaration, find_function
 from agentrl.core.parts import Part, Refusal, check_compatible, compatible
 from agentrl.core.ports import EngineCapabilities, Refresh
 from agentrl.environments.calculator import Calculator
@@ -58,14 +58,7 @@ ENGINES: Mapping[str, EngineCapabilities] = {
     "engine without kept sets": replace(FULL_ENGINE, sampling_mask=False),
     "engine without adapters": replace(FULL_ENGINE, adapters=0),
 }
-TRAINER_PARTS: Mapping[str, Part] = {
-    "compiled layers": COMPILED,
-    "dispatched experts": DISPATCHED,
-    "context ranks": CONTEXT_RANKS,
-    "sharded weights": SHARDED,
-    "offloaded weights": OFFLOADED,
-    "whole rows": WHOLE_ROWS,
-}
+TRAINER_PARTS: Mapping[str, Part] = {}
 """Parts that are known once a model is loaded."""
 
 
@@ -73,21 +66,15 @@ class Branching(Calculator):
     branches: ClassVar[int] = 1
 
 
-class Probing(Calculator):
-    probes: ClassVar[int] = 1
-
-
-class Stopping(Calculator):
-    roulette: ClassVar[bool] = True
+class Punished(Calculator):
+    truncated_reward: ClassVar[float] = -1.0
 
 
 ENVIRONMENTS: Mapping[str, type[agentrl.Environment]] = {
     "branches": Branching,
-    "probes": Probing,
-    "roulette": Stopping,
+    "negative truncated reward": Punished,
 }
 FULL: Changes = {"lora": None}
-JUDGED: Changes = {"rubric": "Is it right?", "answer": {"yes": 1.0, "no": 0.0}, "unscorable": 0.0}
 REMOTE: Changes = {"kind": "remote", "url": "https://api.example.com/v1", "model": "m"}
 
 
@@ -103,11 +90,6 @@ def _scorer(**settings: Any) -> Changes:
     return {"scorers": {"score": settings}}
 
 
-def _judge(policy: Changes | None, **settings: Any) -> Changes:
-    scorer = {"judge": "solver" if policy is None else "judge", **JUDGED, **settings}
-    return {"scorers": {"score": scorer}} | ({} if policy is None else {"policies": {"judge": policy}})
-
-
 SETTINGS: Mapping[str, Changes] = {
     # engines that have started, and models that are loaded
     **{name: {} for name in (*ENGINES, *TRAINER_PARTS)},
@@ -116,7 +98,6 @@ SETTINGS: Mapping[str, Changes] = {
     # algorithms
     "one member": {"credit": {"group_size": 1, "advantage": {"name": "none"}}},
     **{f"advantage {name}": _advantage(name) for name in ADVANTAGES},
-    "advantage gae by values": _advantage("gae", trace_decay=0.9),
     **{f"advantage {name}": _advantage(f"{FUNCTIONS}:{name}") for name in ("by_group", "by_step", "by_tree")},
     **{f"loss {name}": _loss(name) for name in LOSSES},
     "loss importance_sampling of agents": _loss("importance_sampling", level="agent"),
@@ -139,7 +120,7 @@ SETTINGS: Mapping[str, Changes] = {
     "merged adapter": {"policies": {"solver": {"lora": {"merge": True}}}},
     "staleness 0": {"policies": {"solver": {"max_staleness": 0}}},
     "staleness auto": {"policies": {"solver": {"max_staleness": "auto"}}},
-    "masked lag": {"policies": {"solver": {"max_lag": 1, "over_lag": "mask"}}},
+    "masked lag": {"policies": {"solver": {"max_lag": 1}}},
     "second learner": {"policies": {"other": {"lora": {"rank": 4}, "max_staleness": 1}}},
     "past opponent": {"policies": {"other": {"kind": "past", "of": "solver"}}},
     "past opponent of full weights": {"policies": {"solver": FULL, "other": {"kind": "past", "of": "solver"}}},
@@ -150,17 +131,8 @@ SETTINGS: Mapping[str, Changes] = {
     # scorers
     "scorer of groups": _scorer(function=f"{FUNCTIONS}:ranked", per="group"),
     "scorer of groups, a note": _scorer(function=f"{FUNCTIONS}:ranked", per="group", credit="note"),
-    "scorer of groups, linear": _scorer(function=f"{FUNCTIONS}:alone", per="group"),
     "scorer of episodes": _scorer(function=f"{FUNCTIONS}:ranked", per="episode"),
-    "reward model": _scorer(reward_model="agentrl.environments:calculator/model", unscorable=0.0),
-    "votes 0": _judge({"kind": "frozen"}, votes=0),
-    "judge frozen": _judge({"kind": "frozen"}),
-    "judge past": _judge({"kind": "past", "of": "solver"}),
-    "judge remote": _judge(REMOTE),
-    "judge that learns": _judge(None),
-    "judge of groups": _judge({"kind": "frozen"}, per="group"),
     # the run
-    "recorded turns": {"environment": {"start_from": {"run": "elsewhere", "at": 0}}},
     "cluster": {"cluster": {"address": "auto"}},
     "deterministic": {"deterministic": True},
     "freeze": {
@@ -170,7 +142,6 @@ SETTINGS: Mapping[str, Changes] = {
     "max_in_flight auto": {"max_in_flight": "auto"},
     "steps as a table": {"steps": {"solver": 4}},
     "best.stop_at": {"best": {"metric": "reward/mean", "stop_at": 1.0}},
-    "best.stop_fall": {"best": {"metric": "reward/mean", "stop_fall": 1.0}},
     "seats as a list": {"seats": {"agent": ["solver"]}},
     "best of evaluations": {
         "best": {"metric": "evaluation/reward"},
@@ -240,3 +211,30 @@ def start(*names: str) -> None:
         plan = resolve(config, environment)
         for engine in engines:
             check_engine_capabilities(plan.engine, engine)
+
+
+def all_parts() -> list[Part]:
+    """Return the parts of the tables in the order of their definition, and those of a user's functions by mark."""
+    parts: list[Part] = []
+    for value in [*vars(algorithms).values(), *vars(combinations).values()]:
+        parts += [part for part in (value.values() if isinstance(value, dict) else [value]) if isinstance(part, Part)]
+    algorithm_parts = [
+        *(advantage_part(name, declaration, {}) for name, declaration in ADVANTAGES.items()),
+        *(loss_part(name, declaration, {}) for name, declaration in LOSSES.items()),
+        *(normalizer_part(normalizer) for normalizer in NORMALIZERS),
+    ]
+    return list(dict.fromkeys([*algorithm_parts, *_parts_by_mark(), *parts]))
+
+
+def _parts_by_mark() -> Iterator[Part]:
+    by_options = {f'over="{over}"': FunctionDeclaration("advantage", over=over) for over in ("group", "step", "tree")}
+    for options, declaration in by_options.items():
+        yield advantage_part("", declaration, {})._replace(setting=f"@agentrl.advantage({options})")
+    token = FunctionDeclaration("loss", groups="token")
+    by_options = {
+        **{f'groups="{groups}"': token._replace(groups=groups) for groups in GROUPINGS},
+        "reference=True": token._replace(reference=True),
+        "divergence=True": token._replace(reference=True, divergence=True),
+    }
+    for options, declaration in by_options.items():
+        yield loss_part("", declaration, {})._replace(setting=f"@agentrl.loss({options})")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from agentrl.core.records import EpisodeDataLocation, TrajectoryCredit, TrajectoryHeader, Unit
+from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, TrajectoryHeader, Unit
 from agentrl.credit.baselines import DecayingMean, MeanAtStep, RoleMeans, SeatRole
 from agentrl.credit.group import Group
 
@@ -125,7 +125,7 @@ def role_mean(means: RoleMeans | None = None) -> RoleCredit:
                 credits=(TrajectoryCredit("x", 0, reward, reward, 0.0),),
             )
             given.append(("game", unit, (header,)))
-        found = [unit.credits[0].advantage for unit in means.credited("p", step, given)]
+        found = [unit.credits[0].advantage for unit in means.credited(PolicyVersion("p", 0, step), given)]
         means.commit_step("p")
         return found
 

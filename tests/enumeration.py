@@ -2,9 +2,9 @@
 
 A program is written once, against `Play`, and interpreted twice. `trained` plays it in the real loop (orchestrator,
 scheduler, journal, forks, scores, release, credit, rows) with a scripted engine in virtual time. Every outcome of a
-group is forced exactly once (the decisions and roulettes of all members, branches and probes), and weighted by its
+group is forced exactly once (the decisions of all members and branches), and weighted by its
 probability under a tabular softmax policy, so the expected gradient is exact. `plain` enumerates the same program as
-independent episodes, without branches, probes and roulette: the true gradient. Both agree to the float32 of
+independent episodes, without branches: the true gradient. Both agree to the float32 of
 `TrainingSample.advantages` if training is unbiased.
 """
 
@@ -17,22 +17,16 @@ import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import agentrl
-from agentrl.app.plan import check_trees
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
-from agentrl.core.errors import ConfigError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Unit
 from agentrl.core.tokens import TrainingSample
-from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.credit.samples import trained_positions, unit_samples
 from agentrl.journal.port import EpisodeEnd, UnitDropped
 from agentrl.journal.rows import assemble_trajectories
@@ -86,19 +80,6 @@ def by_content(scored: agentrl.Scored) -> float:
     return int.from_bytes(hashlib.blake2b(f"score {state}{scored.turn.text}".encode(), digest_size=2).digest()) / 2**16
 
 
-@agentrl.scorer(linear=True)
-def each_alone(group: Sequence[agentrl.Scored]) -> list[float]:
-    """A scorer of groups whose scores do not depend on the other members."""
-    return [by_content(scored) for scored in group]
-
-
-@agentrl.scorer
-def ranked(group: Sequence[agentrl.Scored]) -> list[float]:
-    """A scorer of groups that compares: the share of the members that are not better."""
-    values = [by_content(scored) for scored in group]
-    return [sum(other <= value for other in values) / len(values) for value in values]
-
-
 def score_of(state: str, bit: int) -> float:
     """The score of `by_content`."""
     return int.from_bytes(hashlib.blake2b(f"score [{state}]{bit}".encode(), digest_size=2).digest()) / 2**16
@@ -133,16 +114,8 @@ class Play(ABC):
         """Give a reward."""
 
     @abstractmethod
-    async def roulette(self, survival: float) -> bool:
-        """True in plain episodes."""
-
-    @abstractmethod
-    async def branch(self, count: int, *, probe: bool = False) -> None:
+    async def branch(self, count: int) -> None:
         """Nothing in plain episodes."""
-
-    @abstractmethod
-    async def resample(self, count: int, at: int, weight: float = 1.0) -> None:
-        """Sample a turn again; in plain episodes, add `weight` times the gradient of the value of its state."""
 
     @abstractmethod
     async def score(self, agent: AgentName = FIRST) -> None:
@@ -167,8 +140,6 @@ class Case:
     program: Program
     group_size: int = 2
     branches: int = 0
-    probes: int = 0
-    roulette: bool = False
     credit: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the section `credit`."""
     trainer: Mapping[str, Any] = field(default_factory=lambda: {"loss": {"normalizer": 64}})
@@ -180,10 +151,6 @@ class Case:
     """Known ratio of the expected gradient and the true one."""
     together: int = 4096
     """Number of groups per run. 1 for estimators that look beyond their group."""
-    goes_on: bool = False
-    """Whether a stopped episode may go on: the negative control."""
-    is_checked: bool = True
-    """Whether what cannot be combined with roulette is refused."""
 
 
 # --- plain episodes ---------------------------------------------------------------------------------------------------
@@ -198,8 +165,6 @@ class PlainPlay(Play):
         self._bits = bits
         self.decisions: list[tuple[AgentName, str, int]] = []
         self.rewards: defaultdict[AgentName, float] = defaultdict(float)
-        self.pivots: list[tuple[int, float]] = []
-        """Turns that are sampled again, with their weights."""
 
     async def _decide(self, agent: AgentName, state: str) -> int:
         bit = self._bits[len(self.decisions)] if len(self.decisions) < len(self._bits) else 0
@@ -209,14 +174,8 @@ class PlainPlay(Play):
     def reward(self, value: float, turn: int | None = None, agent: AgentName = FIRST) -> None:
         self.rewards[agent] += value
 
-    async def roulette(self, survival: float) -> bool:
-        return True
-
-    async def branch(self, count: int, *, probe: bool = False) -> None:
+    async def branch(self, count: int) -> None:
         pass
-
-    async def resample(self, count: int, at: int, weight: float = 1.0) -> None:
-        self.pivots.append((at % len(self.decisions), weight))
 
     async def score(self, agent: AgentName = FIRST) -> None:
         _, state, bit = [decision for decision in self.decisions if decision[0] == agent][-1]
@@ -265,14 +224,6 @@ def plain(case: Case) -> Gradient:
     for episode in episodes:
         for agent, state, bit in episode.decisions:
             add_score(gradient, state, bit, episode.probability * episode.rewards[agent])
-        for at, weight in episode.pivots:
-            before = episode.decisions[:at]
-            same = [other for other in episodes if other.decisions[:at] == before]
-            reached = math.fsum(other.probability for other in same)
-            for other in same:
-                for agent, state, bit in other.decisions[at:]:
-                    factor = weight * episode.probability * other.probability / reached
-                    add_score(gradient, state, bit, factor * other.rewards[agent])
     return {state: case.factor * value for state, value in gradient.items()}
 
 
@@ -325,10 +276,9 @@ _CHOICES: ContextVar[Callable[[float], int]] = ContextVar("_CHOICES")
 class LivePlay(Play):
     """An episode of the training loop."""
 
-    def __init__(self, ctx: LiveEpisodeContext, *, goes_on: bool) -> None:
+    def __init__(self, ctx: LiveEpisodeContext) -> None:
         super().__init__()
         self._ctx = ctx
-        self._goes_on = goes_on
 
     async def _decide(self, agent: AgentName, state: str) -> int:
         turn = await self._ctx.agent(*agent).act(agentrl.user(f"[{state}]"))
@@ -337,18 +287,8 @@ class LivePlay(Play):
     def reward(self, value: float, turn: int | None = None, agent: AgentName = FIRST) -> None:
         self._ctx.agent(*agent).reward(value, turn)
 
-    async def roulette(self, survival: float) -> bool:
-        episode, weight = self._ctx.episode, self._ctx.episode.roulette_weight
-        survives = await self._ctx.roulette(survival)
-        if not survives and self._goes_on:
-            episode.roulette_weight = weight
-        return survives
-
-    async def branch(self, count: int, *, probe: bool = False) -> None:
-        await self._ctx.branch(count, probe=probe)
-
-    async def resample(self, count: int, at: int, weight: float = 1.0) -> None:
-        await self._ctx.resample(count, at=at, weight=weight)
+    async def branch(self, count: int) -> None:
+        await self._ctx.branch(count)
 
     async def score(self, agent: AgentName = FIRST) -> None:
         await self._ctx.score("scorer", self._ctx.agent(*agent))
@@ -358,19 +298,6 @@ class LivePlay(Play):
 
     async def wait(self, seconds: float) -> None:
         await self._ctx.sleep(seconds)
-
-
-class ForcedDraw:
-    """In place of the random stream of a roulette."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __lt__(self, survival: float) -> bool:
-        return bool(_CHOICES.get()(survival))
-
-    def random(self) -> ForcedDraw:
-        return self
 
 
 def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
@@ -409,8 +336,7 @@ class Enumerated(agentrl.Environment):
 
 def config_of(case: Case, groups: int = 1) -> RunConfig:
     """Return the configuration for a number of groups, and declare what the case's program calls."""
-    Enumerated.seats, Enumerated.branches, Enumerated.probes = case.seats, case.branches, case.probes
-    Enumerated.roulette = case.roulette
+    Enumerated.seats, Enumerated.branches = case.seats, case.branches
     units = groups * case.group_size * (1 + case.branches)
     scorer = {**case.scorer, "function": f"{__file__}:{case.scorer.get('function', 'by_content')}"}
     is_late = case.credit.get("release", "group") != "group"
@@ -421,19 +347,8 @@ def config_of(case: Case, groups: int = 1) -> RunConfig:
         credit={"group_size": case.group_size, **case.credit},
         scorers={"scorer": scorer} if case.scorer else {},
         sampling={"max_tokens": 4, "max_turns": 32},
-        sample_until_end=False,
-        max_in_flight=2 * units * (1 + case.probes),
+        max_in_flight=2 * units,
     )
-
-
-def is_refused(case: Case) -> bool:
-    """Whether the case's settings are refused with roulette before a run."""
-    try:
-        config = config_of(case)
-        check_trees(Enumerated, config, config.trained)
-    except ConfigError:
-        return True
-    return False
 
 
 def _run(case: Case, outcomes: Sequence[Outcome]) -> SmallRun:
@@ -446,7 +361,7 @@ def _run(case: Case, outcomes: Sequence[Outcome]) -> SmallRun:
         outcome = outcomes[group] if group < len(outcomes) else Outcome({})
         branch = spec.episode_id.partition("~")[2]
         _CHOICES.set(lambda probability: outcome.choose(f"{member}~{branch}", probability))
-        await case.program(LivePlay(ctx, goes_on=case.goes_on))
+        await case.program(LivePlay(ctx))
 
     Enumerated.play = play
     run_config = config_of(case, len(outcomes))
@@ -458,10 +373,7 @@ def _run(case: Case, outcomes: Sequence[Outcome]) -> SmallRun:
         trainer_options={},
         tasks=[agentrl.Task(id="t", data={})],
     )
-    forced = SimpleNamespace(**{**vars(ids), "random_stream": ForcedDraw})
-    checks = nullcontext() if case.is_checked else patch("agentrl.app.plan.check_trees")
-    with patch("agentrl.rollout.branching.ids", forced), checks:
-        simulate(run.run, seed=0, max_steps=1 << 40)
+    simulate(run.run, seed=0, max_steps=1 << 40)
     return run
 
 
@@ -471,14 +383,16 @@ def _units(case: Case, run: SmallRun, groups: int) -> list[list[tuple[Unit, list
     found: list[list[tuple[Unit, list[TrainingSample]]]] = [[] for _ in range(groups)]
     log = run.journal.turn_log("0")
     for unit in itertools.chain.from_iterable(batch.units for batch in run.trainer.batches):
-        number = int(ids.group_id_of(unit.episode_id, case.group_size)[1:])
+        number = ids.root_episode_number(unit.episode_id) // case.group_size
         if number < groups:
             fork = specs[unit.episode_id].fork
             entries, prefix = log.read(unit.episode_id, unit.attempt), () if fork is None else log.prefix(fork)
             found[number].append((unit, unit_samples(unit, assemble_trajectories(entries, unit.policy, prefix))))
     ended = {unit.episode_id for units in found for unit, _ in units}
     ended |= {drop.episode_id for drop in run.journal.of_kind(UnitDropped) if drop.reason in ("no_reward", "probe")}
-    missing = [name for name in specs if name not in ended and int(ids.group_id_of(name, case.group_size)[1:]) < groups]
+    missing = [
+        name for name in specs if name not in ended and ids.root_episode_number(name) // case.group_size < groups
+    ]
     assert not missing, f"neither trained nor dropped: {missing}"
     return found
 
@@ -486,22 +400,9 @@ def _units(case: Case, run: SmallRun, groups: int) -> list[list[tuple[Unit, list
 def _advantages(case: Case, unit: Unit, samples: Sequence[TrainingSample]) -> list[tuple[str, int, float]]:
     """Return state, token and advantage of each trained token of a unit."""
     found: list[tuple[str, int, float]] = []
-    values: list[float] = []
-    agents: list[int] = []
-    turns: list[int] = []
     for sample, positions in zip(samples, trained_positions(samples), strict=True):
-        assert sample.turn_index is not None
         for at in positions:
             context = _CHAT.decode(sample.token_ids[:at].tolist())
             state = _STATE.findall(context)[-1]
-            values.append(uniform("value", context))
             found.append((state, int(sample.token_ids[at]), float(sample.advantages[at])))
-            agents.append(hash((sample.seat, sample.agent)))
-            turns.append(int(sample.turn_index[at]))
-    advantage = case.credit.get("advantage")
-    options = {"name": advantage} if isinstance(advantage, str) else dict(advantage or {})
-    if options.pop("name", "") != "gae":
-        return found
-    settings = {"discount": 1.0, "trace_decay": 1.0, **options}
-    estimated = generalized_advantages([value for _, _, value in found], values, agents, turns, **settings).advantages
-    return [(state, token, value) for (state, token, _), value in zip(found, estimated, strict=True)]
+    return found

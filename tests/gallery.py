@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from agentrl.cli.main import main
-from agentrl.testing import sample_environment
 from tests.markdown_pages import blocks
+from tests.support import sample_environment
 
 PROMPT = "$ "
 CUT = "…"
@@ -101,9 +103,14 @@ def _block(command: str, shown: tuple[str, ...]) -> str:
 
 
 def _refresh(page: Path) -> None:
-    from agentrl.testing.sample_run import write_sample_run
+    from tests.support.sample_run import play_with_script, write_sample_run
 
-    with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as directory:
+    with (
+        tempfile.TemporaryDirectory() as made,
+        tempfile.TemporaryDirectory() as directory,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        play_with_script(patched)
         workplace(Path(directory), write_sample_run(made).path)
         with contextlib.chdir(directory):
             text = refreshed(page)

@@ -10,8 +10,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from agentrl.sandbox import FileRecord
 from agentrl.sandbox.driver import DriverName
-from agentrl.sandbox.file_tree import FileRecord
 from agentrl.sandbox.sandbox import Sandbox, make_driver
 
 ATTACK = """

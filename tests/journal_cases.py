@@ -38,7 +38,7 @@ from agentrl.journal.entries import (
     encode_body,
     episode_digest,
 )
-from agentrl.journal.port import MetricRow, StepRow, VersionPublication
+from agentrl.journal.port import EpisodeEnd, MetricRow, StepRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 
 
@@ -132,7 +132,7 @@ async def write(journal: SqliteJournal, episodes: list[EpisodeSpec], entries: in
         written = [entry(each, number) for number in range(entries)]
         for item in written:
             log.append(item)
-        await journal.commit_episode(each, header(each, entries), episode_digest(written), {"x": 1.0})
+        await journal.commit(EpisodeEnd(each, header(each, entries), episode_digest(written), {"x": 1.0}))
 
     await asyncio.gather(*(one(each) for each in episodes))
 
@@ -210,7 +210,7 @@ async def write_episode(journal: SqliteJournal, number: int, text: str) -> None:
     trajectory = TrajectoryHeader("solver", 0, "policy", float(number), 2, 0, 0)
     ended = header(each, len(bodies), dropped=text if dropped else None)
     ended = replace(ended, turns=number, tokens=2, seconds=0.5, trajectories=(trajectory,))
-    await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})
+    await journal.commit(EpisodeEnd(each, ended, b"", {"accuracy": 0.5}))
 
 
 OFFERED = "add(a: integer) Add."
@@ -275,7 +275,7 @@ async def write_prompt(
         log.append(JournalEntry("e0", 0, f"r#{index}" if index else "begin", b"", encode_body(body)))
     ended = header(of, len(bodies), reward=0.0)
     trajectory = TrajectoryHeader("solver", 0, "policy", 0.0, 4, 0, 0)
-    await journal.commit_episode(of, replace(ended, tokens=4, trajectories=(trajectory,)), b"", {})
+    await journal.commit(EpisodeEnd(of, replace(ended, tokens=4, trajectories=(trajectory,))))
     await journal.close()
 
 
@@ -325,7 +325,7 @@ async def write_bargains(directory: Path, *, count: int = 6) -> None:
             TrajectoryHeader("seller", 0, "trader", -reward, 2, 0, 0),
         )
         ended = replace(header(of, len(bodies)), tokens=4, seconds=0.5, trajectories=trajectories)
-        await journal.commit_episode(of, ended, b"", {"agreed": float(number % 2)})
+        await journal.commit(EpisodeEnd(of, ended, b"", {"agreed": float(number % 2)}))
     await journal.close()
 
 

@@ -1,7 +1,7 @@
 """Recompute the advantages of a journal (docs/reference/journal_format.md) bit for bit; imports nothing of agentrl.
 
 `step_units` has for each trajectory its `reward`, `advantage` and `baseline`. `reward` is that in `trajectories`, plus
-`weight` × weight of the member × score of each row in `group_scores` that scored the agent (correctly rounded; a reward
+`weight` × score of each row in `group_scores` that scored the agent (correctly rounded; a reward
 that is NULL counts as 0 then). The formulas below use this sum as the reward, and `turn_rewards` are unchanged. Their
 computation depends on the `credit` section of the start of the step's lineage: `info.config.credit`, with the
 `changed` settings of every `life.LINEAGE` up to that lineage. A resume recomputes the credit of ready units. All are
@@ -12,18 +12,19 @@ the committed episodes of one `group_id`. With `release = "group"`, R are the re
                     agent's episode); advantage R - b
     group_mean      b: mean of R; advantage R - b
     group_std       b: mean of R; advantage (R - b) / (√(Σ(R - b)² / (number - 1)) + 10⁻⁶)
-    none, gae       b: 0; advantage R
+    none            b: 0; advantage R
     role_mean       b: see below; advantage R - b
 
-With `gae` the trainer subtracts token values from these; the results are the `advantages` of `columns_file`. For the
-first three, if all compared trajectories are from one episode, b = R and the advantage is 0; it is also 0 if all R are
-equal. With `turn_credit = "to_go"`, if one of them has `turn_rewards`, each has `turn_advantages`: the same formula
-over G(t) = R - (`turn_rewards` of turns before t), for t = 0, 1, … up to one more than the largest turn with a reward
-among them. The last one applies to every later turn; `advantage` and `baseline` are still those of R. Otherwise
+For the first three, if all compared trajectories are from one episode, b = R and the advantage is 0; it is also 0 if
+all R are equal. With `turn_credit = "to_go"`, if one of them has `turn_rewards`, each has `turn_advantages`: the same
+formula
+over G(t) = R - (`turn_rewards` of turns before t), rounded to 12 significant digits, for t = 0, 1, … up to one more
+than the largest turn with a reward among them. The last one applies to every later turn; `advantage` and `baseline`
+are still those of R. Otherwise
 `turn_advantages` is NULL, and every token has `advantage`.
 
 If a compared trajectory is that of a branch, credit follows the tree (`leave_one_out` and `none` alone). A branch whose
-main episode is not compared, or was committed in another attempt, is left out, and so is every probe. Let the calls
+main episode is not compared, or was committed in another attempt, is left out. Let the calls
 that started branches of a main episode be ordered by number. The value of a main agent behind its last call is R;
 before a call with n branches it is the mean of its value behind the call and R of the same agent in the n branches.
 First pieces: the main agents of the group are compared with each other by their values before the first call; weight 1.
@@ -31,10 +32,8 @@ Behind each call the weight is divided by n + 1: its main agents, by their value
 are compared with each other as if each were an episode of its own; the advantage is multiplied by the weight. A main
 agent's piece behind a call begins with the turn that the fork's `turns` names. `turn_advantages` has the piece's
 advantage for each turn up to the first of the agent's last piece, NULL for a branch; `advantage` and `baseline` are
-those of turn 0. Resampled branches are in none of these comparisons: those of one call are compared with each other as
-if each were an episode of its own, by R, and the advantage is multiplied by `resample_weight` and divided by their
-number. With rewards to go, the values at turn t are those of G(t), up to t = the larger of the numbers above and of the
-largest first turn.
+those of turn 0. With rewards to go, the values at turn t are those of G(t), up to t = the larger of the numbers above
+and of the largest first turn.
 
 With `advantage = "gigpo"` and the options γ `discount` = 0.95, ω `step_weight` = 1 and `divide_by_std` = false, every
 compared trajectory has `turn_advantages`, one for each state in its `turn_states` (one if that is NULL). Let G(t) = Σ
@@ -46,7 +45,7 @@ trajectories in the same state, counted individually (0 if there is only one, or
 With `release = "late"` or `"episode"`, the group has a row in `baselines`. A member is compared with the first m - 1 of
 the `finishers` other than itself, where m is their number. Let O be their rewards of the policy in the seat, and V the
 mean in `earlier` for policy and seat (κ = 3 if present, otherwise κ = 0 and V = 0). Then b = (ΣO + κV) / (|O| + κ) and
-the advantage is R - b; without both, b = R and it is 0. (With `advantage = "none"`, `"gae"` or `"role_mean"`: b = 0, R;
+the advantage is R - b; without both, b = R and it is 0. (With `advantage = "none"` or `"role_mean"`: b = 0, R;
 with `"to_go"`, a trajectory with `turn_rewards` has `turn_advantages` by itself.) m is half of the group, rounded up,
 and at least 2 (`late`), or 1 (`episode`). V is a running mean over groups that had ended before this one was admitted:
 w ← .98 w + 1, t ← .98 t + R for each reward, V = t/w, of the policy in the seat on the root's task, or else in the
@@ -66,20 +65,20 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 Row = dict[str, Any]
 Credit = tuple[float, float, "list[float] | None"]
 """Advantage, baseline, advantages by turn."""
 
-COMPARED = ("leave_one_out", "group_mean", "group_std", "none", "gae")
+COMPARED = ("leave_one_out", "group_mean", "group_std", "none")
 """Estimators that `advantages` computes."""
 
 
 def advantages(estimator: str, rewards: Sequence[float], episodes: Sequence[str]) -> list[tuple[float, float]]:
     """(advantage, baseline) of rewards that are compared with each other, or with nothing."""
-    if estimator in ("none", "gae"):
+    if estimator == "none":
         return [(reward, 0.0) for reward in rewards]
     if len(set(episodes)) < 2 or len(set(rewards)) < 2:
         return [(0.0, reward) for reward in rewards]
@@ -125,22 +124,6 @@ def by_state(
     }
 
 
-def resampled_pieces(
-    estimator: str, members: Sequence[tuple[str, int]], rewards: Sequence[float], forks: dict[str, Row]
-) -> Iterator[tuple[int, tuple[int, float, float]]]:
-    """The pieces of resampled episodes, compared with those of the same turn."""
-    resampled: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for number, (episode, _) in enumerate(members):
-        if episode in forks and forks[episode].get("resample_weight"):
-            resampled[forks[episode]["episode_id"], forks[episode]["call_id"]].append(number)
-    for siblings in resampled.values():
-        names = [members[number][0] for number in siblings]
-        compared = advantages(estimator, [rewards[number] for number in siblings], names)
-        for number, (advantage, baseline) in zip(siblings, compared, strict=True):
-            weight = forks[names[0]]["resample_weight"] / len(set(names))
-            yield number, (0, weight * advantage, baseline)
-
-
 def pieces(
     estimator: str, members: Sequence[tuple[str, int]], rewards: Sequence[float], forks: dict[str, Row]
 ) -> list[list[tuple[int, float, float]]]:
@@ -154,7 +137,7 @@ def pieces(
         return [number for number, (episode, _) in enumerate(members) if episode in names]
 
     def calls_of(main: str) -> list[str]:
-        here = [fork for fork in forks.values() if fork["episode_id"] == main and not fork.get("resample_weight")]
+        here = [fork for fork in forks.values() if fork["episode_id"] == main]
         calls = {fork["call_id"] for fork in here}
         return sorted(calls, key=lambda call: int(call.rpartition("#")[2]))
 
@@ -184,8 +167,6 @@ def pieces(
             for number, (advantage, baseline) in zip(siblings, compared, strict=True):
                 first = turns.get(members[number][1], 0) if number in own else 0
                 found[number].append((first, weight * advantage, baseline))
-    for number, piece in resampled_pieces(estimator, members, rewards, forks):
-        found[number].append(piece)
     return found
 
 

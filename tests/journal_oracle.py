@@ -8,6 +8,7 @@ that does not hold; the word in front of the colon names the rule:
 * `entries`: a committed episode's entries, and what the control log says of it, differ.
 * `unknown version`: a token names a version that has no row in `versions`, or none of the step that made it.
 * `versions`: a row does not follow from its parent, or its files have another digest.
+* `order`: a number of the log is missing, or there twice.
 * `ledger`: an episode or a unit is accounted for twice, or not at all.
 * `step`: an optimizer step was fed something else than the journal holds.
 * `reward`, `credit`: a reward, baseline or advantage is another than follows from what was given.
@@ -276,6 +277,11 @@ class _Judge:
                 if row_checksum(table, values[:-1]) != values[-1]:
                     self.say("checksum", f"a row of {table}, {values[:3]}, does not fit")
                 rows.append(dict(zip(names, values, strict=True)))
+        ignored = connection.execute("SELECT key FROM meta WHERE key GLOB 'ignored.*'")
+        numbers = [int(key.removeprefix("ignored.")) for (key,) in ignored]
+        numbers += [row["seq"] for rows in self.tables.values() for row in rows if "seq" in row]
+        if odd := [number for place, number in enumerate(sorted(numbers)) if number != place]:
+            self.say("order", f"no record has the number before {odd[0]}, or two have {odd[0]}")
 
     def read_turns(self, partition: str, connection: sqlite3.Connection) -> None:
         columns = "episode, attempt, call, asked, body, checksum"
@@ -381,11 +387,6 @@ class _Judge:
         above = begin[11] if len(begin) > 11 else None
         inherited = Recorded() if above is None else self.prefix(above, parent_journal)
         named = dict(self.named)
-        end = next((n for n, (call, _) in enumerate(rows) if call == point["call_id"]), None)
-        if end is not None and point.get("resample_weight"):
-            turns = {f"{seat}.{agent}.{turn}" for seat, agent, count in point["turns"] for turn in range(count)}
-            rows[end:] = [(call, body) for call, body in rows[end:] if "?" in call and call.partition("?")[0] in turns]
-            rows.append((point["call_id"], b""))
         for call, body in rows:
             if call == point["call_id"]:
                 self.named = named  # its versions are those of another run
@@ -427,9 +428,7 @@ class _Judge:
             newest = [turn.versions[-1][1:] for turn in before if turn.versions]
             oldest = min(((v[1], v[2]) for v in own.sampled_by(*agent)), default=newest[-1] if newest else (0, 0))
             told = (row["lineage"], row["oldest_step"])
-            if told != oldest and not (
-                (own.kinds["cancel"] or own.kinds["limit"]) and told <= oldest
-            ):  # a call that was cut counts too
+            if told != oldest and not (own.kinds["end"] and told <= oldest):  # a call that was cut counts too
                 self.say("entries", f"{key}: {agent} has oldest weights {told}, and its spans {oldest}")
             states = b"".join(turn.state for turn in sorted([*before, *agents[agent]], key=lambda turn: turn.number))
             if row["turn_states"] not in (None, states):
@@ -450,10 +449,10 @@ class _Judge:
     ) -> None:
         given = [(value * weight, turn) for value, turn, _, weight in own_rewards]
         by_name = sums((name, value) for value, _, name, _ in own_rewards)
-        named = sorted(by_name.items()) if by_name.keys() - {"reward"} else []
+        reward = math.fsum(value for value, _ in given) if given else None
+        named = [] if by_name == {"reward": reward} else sorted(by_name.items())
         if json.loads(row["named_rewards"] or "[]") != [list(each) for each in named]:
             self.say("reward", f"{key}: {agent} has {row['named_rewards']} by name, and was given {named}")
-        reward = math.fsum(value for value, _ in given) if given else None
         if row["reward"] != reward:
             self.say("reward", f"{key}: {agent} was given {reward}, and {row['reward']} is in `trajectories`")
         by_turn = sums((turn, value) for value, turn in given if turn is not None)
@@ -657,13 +656,12 @@ class _Judge:
             content = (self.run / row["columns_file"]).read_bytes()
         except FileNotFoundError:
             return  # it was let go of
-        if re.fullmatch("[0-9a-f]{32}", row["input_digest"]):
+        if re.fullmatch("(2:)?[0-9a-f]{32}", row["input_digest"]):
             return  # of an earlier version
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        stops = {(each["episode"], each["attempt"]): each["stop_reason"] for each in self.tables["episodes"]}
         configs = self.configs()
         policy = configs[max(each for each in configs if each <= version[1])]["policies"].get(version[0], {})
-        bound = policy.get("max_lag") if policy.get("over_lag") == "mask" else None
+        bound = policy.get("max_lag")
         started = (row["started_lineage"], row["started_step"])
         digests: dict[tuple[str, int], bytes] = {}
         for (episode, attempt, _), rows in units.items():
@@ -678,14 +676,12 @@ class _Judge:
                     if not turns[-1][7][0]:
                         continue  # all were inherited
                     inputs.append((turns, credit))
-            is_limited = stops[episode, attempt] in ("max_tokens", "max_turns", "context_length", "time_limit")
-            cut = _newest_rows(inputs) if is_limited else set()
             for number, (turns, credit) in enumerate(inputs):
-                digests[episode, number] = _row_digest(turns, credit, started, bound, is_cut=number in cut)
+                digests[episode, number] = _row_digest(turns, credit, started, bound)
         whole = hashlib.blake2b(digest_size=16)
         for episode, number in json.loads(header["__metadata__"]["rows"]):
             whole.update(digests.get((episode, number), b""))
-        if "2:" + whole.hexdigest() != row["input_digest"]:
+        if "3:" + whole.hexdigest() != row["input_digest"]:
             self.say("step", f"{_name(version)} was fed something else than the journal holds of its rows")
 
     def turns_of(self, episode: str, attempt: int, seat: str, agent: int) -> list[list[Any]]:
@@ -715,12 +711,12 @@ class _Judge:
         added: dict[tuple[Any, ...], list[float]] = defaultdict(list)
         for row in self.tables["group_scores"]:
             scores = json.loads(row["scores"])
-            told = {(episode, seat, agent) for episode, seat, agent, _, _ in scores}
+            told = {(episode, seat, agent) for episode, seat, agent, _ in scores}
             if told != set(agents[row["group_id"]]) or len(told) != len(scores):
                 self.say("scores", f"{row['group_id']}: {row['scorer']} scored {scores}, which is not the whole group")
-            for *agent, value, member_weight in scores:
+            for *agent, value in scores:
                 if value is not None and row["weight"] is not None:
-                    added[row["group_id"], *agent].append(value * (row["weight"] * member_weight))
+                    added[row["group_id"], *agent].append(value * row["weight"])
         for (group, *agent), values in added.items():
             if row := agents[group].get(tuple(agent)):
                 own = [] if row["reward"] is None else [row["reward"]]
@@ -776,7 +772,7 @@ class _Judge:
         """What the page gives under a section `credit`; None where it does not give the function."""
         options = dict(credit.get("advantage") or {})
         estimator = options.pop("name", "leave_one_out")
-        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo", "gae"):
+        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo"):
             return None
         if estimator == "role_mean":
             return self.role_means(committed, 0.8, has_means)
@@ -784,7 +780,7 @@ class _Judge:
             compared = [by_state(members, **options) for members in self.compared(committed).values()]
             by_agent = {agent: own for group in compared for agent, own in group.items()}
             return _Expected(lambda row: by_agent.get(agent_of(row)))
-        if estimator in ("none", "gae") and not self.branches(committed) and credit.get("turn_credit") != "to_go":
+        if estimator == "none" and not self.branches(committed) and credit.get("turn_credit") != "to_go":
             return _Expected(lambda row: (row["reward"], 0.0, None))
         if estimator not in COMPARED:  # a function of the user's: only the sum can be recomputed
             return _Expected(
@@ -795,27 +791,23 @@ class _Judge:
                 )
             )
         is_whole, to_go = credit.get("release", "group") == "group", credit.get("turn_credit") == "to_go"
-        if is_whole or estimator in ("none", "gae"):
+        if is_whole or estimator == "none":
             return self.whole_groups(committed, estimator, to_go=to_go, is_alone=not is_whole)
         return self.first_finishers(committed)
 
     def compared(self, committed: Mapping[Attempt, Row]) -> dict[tuple[str, str, str], list[Row]]:
-        """Trajectories with a reward, by group, policy and seat; those of probes are compared with none."""
+        """Trajectories with a reward, by group, policy and seat."""
         compared: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
         for row in self.tables["trajectories"]:
             episode = committed.get((row["episode"], row["attempt"]))
-            if episode is not None and row["reward"] is not None and not self.is_probe(episode):
+            if episode is not None and row["reward"] is not None:
                 compared[episode["group_id"], row["policy"], row["seat"]].append(row)
         return compared
-
-    def is_probe(self, episode: Row) -> bool:
-        fork = self.recorded[episode["partition"], episode["episode"], episode["attempt"]].fork
-        return bool(fork and fork.get("probe"))
 
     def branches(self, committed: Mapping[Attempt, Row]) -> dict[str, Row]:
         """The calls that started the committed branches, by the branch's id."""
         begun = ((key[0], self.recorded[row["partition"], *key].fork) for key, row in committed.items())
-        return {name: fork for name, fork in begun if fork is not None and fork.get("branch") and not fork.get("probe")}
+        return {name: fork for name, fork in begun if fork is not None and fork.get("branch")}
 
     def of_trees(self, members: list[Row], forks: dict[str, Row], estimator: str, *, to_go: bool) -> dict[Any, Credit]:
         """The credit of members of a group with branches; lost ones have none."""
@@ -943,30 +935,8 @@ class _Judge:
         return _Expected(lambda row: found.get((*_version(row), *agent_of(row))))
 
 
-def _newest_rows(rows: Sequence[tuple[list[list[Any]], Row]]) -> set[int]:
-    """The row of each agent that has its newest trained turn."""
-    newest: dict[tuple[str, int], tuple[int, int]] = {}
-    for number, (turns, credit) in enumerate(rows):
-        agent = (credit["seat"], credit["agent"])
-        newest[agent] = max(newest.get(agent, (-1, -1)), (_last_trained(turns), number))
-    return {number for _, number in newest.values()}
-
-
-def _last_trained(turns: Sequence[list[Any]]) -> int:
-    """The newest turn of a row with tokens that may be trained; -1 without one."""
-    trained = [-1]
-    for turn in turns:
-        sampled, _, recorded = turn[7]
-        counts = recorded.get("kept", bytes(len(sampled)))[: len(sampled)]
-        if any(count != -1 for (count,) in struct.iter_unpack("<i", counts)):
-            trained.append(turn[5])
-    return max(trained)
-
-
-def _row_digest(
-    turns: Sequence[list[Any]], credit: Row, started: tuple[int, int], bound: int | None, *, is_cut: bool
-) -> bytes:
-    """Over a row: its temperature, whether a limit cut it, and its table. Tokens more than `bound` steps behind the
+def _row_digest(turns: Sequence[list[Any]], credit: Row, started: tuple[int, int], bound: int | None) -> bytes:
+    """Over a row: its temperature, and its table. Tokens more than `bound` steps behind the
     version from which the step started are not trained."""
     by_turn = json.loads(credit["turn_advantages"] or "null") or [credit["advantage"]]
     has_kept = any("kept" in turn[7][2] for turn in turns)
@@ -1009,7 +979,7 @@ def _row_digest(
     temperature = temperatures.pop() if len(temperatures) == 1 else 0.0
     if temperature:
         del columns["temperatures"]
-    content = msgspec.msgpack.encode([temperature, is_cut, [tokens, spans, columns]])
+    content = msgspec.msgpack.encode([temperature, [tokens, spans, columns]])
     return hashlib.blake2b(content, digest_size=16).digest()
 
 

@@ -8,15 +8,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentrl.config.algorithms import LOSSES
 from agentrl.config.sections import LossConfig, TrainerConfig
+from agentrl.core.custom_functions import Kind, declaration_of, find_function, installed_functions
 from agentrl.core.tokens import LOSS_COLUMNS, Tokens
 from agentrl.learn.loss_batch import LossBatch, TokenGradients
-from agentrl.learn.losses import Loss, make_loss
+from agentrl.learn.losses import BUILT_IN, Loss, make_loss
 from agentrl.learn.step_columns import IDS, TokenColumns
 
 
+def _packaged(kind: Kind) -> dict[str, Any]:
+    """The functions of packages/algorithms."""
+    names = [name for name, place in installed_functions(kind).items() if place.startswith("agentrl_algorithms.")]
+    return {name: find_function(kind, name, key=kind)[1] for name in names}
+
+
+PACKAGED_ADVANTAGES = _packaged("advantage")
+ALL_LOSSES = BUILT_IN | _packaged("loss")
+"""The built-in losses and those of packages/algorithms, by name."""
+DECLARATIONS = {name: LOSSES.get(name) or declaration_of(loss) for name, loss in ALL_LOSSES.items()}
+
+
 def loss_named(name: str, **options: Any) -> Loss:
-    """A built-in loss."""
+    """A loss of `ALL_LOSSES`."""
     return make_loss(TrainerConfig(loss=LossConfig.model_validate({"name": name, **options})))
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from agentrl.config.sections import LossConfig, TrainerConfig
-from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.learn.loss_batch import LossBatch
 from agentrl.learn.losses import kl_divergence, make_loss
@@ -69,17 +68,7 @@ def oracle_errors() -> dict[str, float]:
                 own = [r for r, name in zip(case["rewards"], case["groups"], strict=True) if name == group]
                 advantages += [each.value for each in REWARD_ESTIMATORS[case["ours"]](own, range(len(own)))]
             found[f"{package['package']}: {case['case']} as {case['ours']}"] = _error(advantages, case["advantages"])
-        for case in package["values"]:
-            found[f"{package['package']}: {case['case']}"] = max(_gae_error(case, row) for row in case["rows"])
     return found
-
-
-def _gae_error(case: dict[str, Any], row: dict[str, list[float]]) -> float:
-    """The relative error of our advantages of a row whose tokens are turns of their own."""
-    to_go, count = np.cumsum(row["rewards"][::-1])[::-1].tolist(), len(row["values"])
-    options = {name: case[name] for name in ("discount", "trace_decay")}
-    ours = generalized_advantages(to_go, row["values"], [0] * count, range(count), **options)
-    return _error(ours.advantages, row["advantages"])
 
 
 def _compared(
@@ -88,10 +77,10 @@ def _compared(
     """The errors of our loss in a recorded case."""
     lengths = np.array([len(row["logprobs"]) for row in rows])
     weights = _weights(ours.get("weights", "tokens"), lengths, longest)
-    if "estimator" in ours:
+    if ours["name"] == "divergence":
         logprobs = torch.tensor(np.concatenate([row["logprobs"] for row in rows]), requires_grad=True)
         reference = torch.tensor(np.concatenate([row["reference"] for row in rows]))
-        away = kl_divergence(logprobs, reference, estimator=ours["estimator"]) * torch.tensor(weights)
+        away = kl_divergence(logprobs, reference) * torch.tensor(weights)
         [gradient] = torch.autograd.grad(away.sum(), logprobs)
         return _errors(label, away.detach(), gradient, case)
     loss = {name: ours[name] for name in ("name", "kl") if name in ours} | ours.get("options", {})

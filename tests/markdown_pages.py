@@ -17,7 +17,7 @@ PAGES = (
 )
 NOT_EXECUTED = re.compile(r"<!-- not executed: \S.* -->")
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
-_HEADING = re.compile(r"^#+ +(.*)$", flags=re.MULTILINE)
+HEADING = re.compile(r"^#+ +(.*)$", flags=re.MULTILINE)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -67,6 +67,9 @@ def broken_links(page: Path) -> Iterator[str]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and mkdocs make them."""
-    words = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in _HEADING.findall(prose(page)))
-    return {re.sub(r"\s", "-", text) for text in words}
+    return {anchor_of(heading) for heading in HEADING.findall(prose(page))}
+
+
+def anchor_of(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs make it."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())

@@ -204,7 +204,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
 """Name, class of its configuration, what differs from the common shape."""
 _STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": WINDOW}
 RECURRENT = ("Qwen3.5", "Qwen3-Next", "Mamba 2", "Falcon-H1", "Bamba", "Granite-MoE-Hybrid")
-"""Families whose recurrent layers start from a state, at which branches of a tree begin."""
+"""Families with recurrent layers that start from a state."""
 FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "BioGPT": ("BioGptConfig", {}),
     "Bamba": ("BambaConfig", {**_STATE_SPACE, "attn_layer_indices": [1]}),

@@ -153,7 +153,7 @@ def shown(token_ids: list[int], loss_mask: list[Any]) -> list[float | None]:
 
 def places(name: str, directory: Path) -> Iterator[tuple[str, object]]:
     """Yield each place, and a false value where it has the column."""
-    from agentrl.testing.sample_run import write_sample_run
+    from tests.support.sample_run import write_sample_run
 
     run = write_sample_run(directory).path
     yield from training(name, directory, run)

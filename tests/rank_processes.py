@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from agentrl.engines.weights.gloo import Rendezvous, serve_rendezvous
-from agentrl.learn.ranks import DistributedRankGroup
+from agentrl.learn.ranks import DistributedRankGroup, Rendezvous, serve_rendezvous
 from tests.support.warm import WARM
 
 PATIENCE_S = 600.0

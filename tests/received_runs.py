@@ -32,6 +32,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from unittest.mock import patch
 
 import msgspec
+import pytest
 from pydantic import BaseModel
 
 import agentrl_formats
@@ -45,7 +46,8 @@ from agentrl.config.policies import AnyPolicy, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import ScorerConfig
 from agentrl.core.errors import AgentRLError
-from agentrl.core.records import EpisodeSpec, MemberScore, PolicyVersion, RoleMeanAtAdmission
+from agentrl.core.holds import AdmissionWait
+from agentrl.core.records import ForkPoint, MemberScore, PolicyVersion, RoleMeanAtAdmission, SeatBinding
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.inspection.export.formats import EXPORTS
@@ -53,11 +55,11 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.queries import QUESTIONS
 from agentrl.inspection.viewer.served_runs import ServedRuns
 from agentrl.journal.control_rows import row_checksum
-from agentrl.journal.entries import EntryBody, entry_checksum
-from agentrl.journal.run_log import RunStart
-from agentrl.testing.sample_environment import Propose, held_out_tasks
-from agentrl.testing.sample_run import sample_run_config, sample_run_factories
+from agentrl.journal.entries import BeginEntry, EntryBody, entry_checksum
+from agentrl.journal.run_log import RunStart, SqliteRunLog
 from tests.support.counting_listener import CountingListener
+from tests.support.sample_environment import Propose, held_out_tasks
+from tests.support.sample_run import play_with_script, sample_run_config, sample_run_factories
 
 NAME = "agentrl.received"
 """Name of the received directory: it begins as the name of an installed package does."""
@@ -254,7 +256,7 @@ def put(tree: Any, place: Place, value: Any, model: Any) -> Any:
 
 ACTING = (
     *("episode replay", "episode rescore", "episode fork", "step replay", "train --resume"),
-    *("run whatif", "run mirror", "run prune", "evaluate"),
+    *("run prune", "evaluate"),
 )
 """Commands that do more than read a run and print."""
 READ_VALUES = ("directory", "journal", "column", "escape", "large", "hostile", "garbage", "deep", "link", "new link")
@@ -389,14 +391,13 @@ def _config_places() -> Iterator[tuple[Place, str, Any]]:
                 yield (section, *place), f"{label}{name}", kind
 
 
-_JUDGE = {"judge": "evil", "rubric": "Good?", "scale": [0.0, 1.0], "unscorable": 0.0}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "PolicyConfig": {"kind": "trained"},
     "FrozenPolicy": {"kind": "frozen"},
     "RemotePolicy": {"kind": "remote", "model": "m"},
     "BotPolicy": {"kind": "bot", "id": "random:choice"},
     "OpponentPoolPolicy": {"kind": "past", "of": "solver"},
-    "ScorerConfig": {"function": "length", "unscorable": 0.0},
+    "ScorerConfig": {"function": "length"},
 }
 
 
@@ -409,10 +410,8 @@ def _set_config(place: Place, value: Callable[[Path], Any], url: str, run: Path)
             new = dict(_NEEDED[section.__name__])
             if section is RemotePolicy:
                 new["url"] = url
-            if place[1] in ("judge", "reward_model"):
-                new = dict(_JUDGE) if place[1] == "judge" else {"unscorable": 0.0}
             if section in (RemotePolicy, FrozenPolicy):
-                config["scorers"] = {**config["scorers"], "evil": _JUDGE}
+                edit_entries(run, _give_seats_to_evil)
             config[table] = {**config[table], "evil": put(new, place[1:], value(run), model)}
         else:
             info["config"] = put(config, place, value(run), example(RunConfig))
@@ -421,8 +420,31 @@ def _set_config(place: Place, value: Callable[[Path], Any], url: str, run: Path)
     edit_json(run, "meta", "info", change)
 
 
+def _give_seats_to_evil(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Let the policy `evil` hold all seats of the episodes, so that a fork asks it for turns."""
+    for entry in entries:
+        if entry["call"] == "begin":
+            begin = msgspec.msgpack.decode(entry["body"], type=BeginEntry)
+            seats = dict.fromkeys(begin.seats, "evil")
+            entry["body"] = msgspec.msgpack.encode(msgspec.structs.replace(begin, seats=seats, settings={}))
+    return entries
+
+
+class _SpecFields(msgspec.Struct, array_like=True):
+    """The list in `admissions.spec`."""
+
+    seed: int
+    seats: dict[str, SeatBinding]
+    group_size: int
+    pins: dict[str, PolicyVersion]
+    fork: ForkPoint | None
+    deadline: int
+    waited: tuple[AdmissionWait, ...]
+
+
 _STRUCTURED: Mapping[tuple[str, str], tuple[Any, bool]] = {
-    ("admissions", "spec"): (EpisodeSpec, True),
+    ("admissions", "data"): (dict[str, Any], False),
+    ("admissions", "spec"): (_SpecFields, True),
     ("episodes", "seats"): (dict[str, str], False),
     ("episodes", "metrics"): (dict[str, float], False),
     ("episodes", "measured_against"): (tuple[PolicyVersion, ...], False),
@@ -431,16 +453,10 @@ _STRUCTURED: Mapping[tuple[str, str], tuple[Any, bool]] = {
     ("baselines", "finishers"): (tuple[str, ...], False),
     ("baselines", "earlier"): (tuple[RoleMeanAtAdmission, ...], False),
     ("group_scores", "scores"): (tuple[MemberScore, ...], False),
-    ("group_scores", "judged_by"): (PolicyVersion, False),
     ("steps", "metrics"): (dict[str, float], False),
     ("step_units", "turn_advantages"): (tuple[float, ...], False),
 }
 """Columns that hold a record: its type, and whether it is msgpack, not JSON."""
-_COPIES = {name: name for name in ("attempt", "purpose", "environment", "group_id")} | {
-    "episode": "episode_id",
-    "parent": "parent_id",
-}
-"""Columns of an admission that repeat a field of its spec."""
 _TYPES = {"TEXT": str, "INTEGER": int, "REAL": float, "BLOB": bytes}
 
 
@@ -541,9 +557,6 @@ def _set_in_column(
             recorded = rows[target][column]
             tree = put(None if recorded is None else decode(recorded), place, value(run), example(kind))
             rows[target] = {**rows[target], column: encode(tree)}
-            if kind is EpisodeSpec:  # the row's other columns agree with it
-                copies = {name: tree[field] for name, field in _COPIES.items()}
-                rows[target] = {**rows[target], **copies, "task": tree["task"]["id"]}
         return rows
 
     edit_table(run, table, change, received)
@@ -650,13 +663,8 @@ def _set_environment(
     name = name if isinstance(name, str) else name(run)
 
     def admissions(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for row in rows:
-            spec = msgspec.msgpack.decode(row["spec"])
-            spec["environment"] = row["environment"] = name
-            if data is not None:
-                spec["task"]["data"] = data(run)
-            row["spec"] = msgspec.msgpack.encode(spec)
-        return rows
+        changed = {"environment": name} | ({} if data is None else {"data": json.dumps(data(run))})
+        return [{**row, **changed} for row in rows]
 
     def begins(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for entry in entries:
@@ -760,14 +768,15 @@ def commands(run: ReceivedRun, directory: Path) -> Iterator[tuple[str, Callable[
         "run export": [
             [path, "--to", name, "--out", f"{out}-{name}", "--where", f"episode = '{run.episode}'"] for name in EXPORTS
         ],
-        "run whatif": [[path, "--where", f"episode = '{run.episode}'", "--environment", run.environment]],
-        "run mirror": [[path, "--once", "--to", f"{out}-mirror"]],
         "run prune": [[path, "--keep=0"]],
         "run serve": [],
         "episode list": [[path], [path, "--match", "text"]],
         "episode diff": [[path, run.episode, run.other], *([] if run.has_model else [[path, "forks/f0"]])],
         "episode replay": [[path, run.episode], [path, run.unfinished]],
-        "episode fork": [[path, run.episode, "--at", "0"]],
+        "episode fork": [
+            [path, run.episode, "--at", "0"],
+            [path, "--where", f"episode = '{run.episode}'", "--at", "change", "--environment", run.environment],
+        ],
         "step list": [[path]],
         "step replay": [[path], [path, "1", "--policy", "solver"]],
     }
@@ -848,7 +857,9 @@ def attack(
     only = ACTING if only is None and case is not None and run.has_model else only
     label = "unchanged" if case is None else f"{case.field} = {case.name}"
     modules, paths = set(sys.modules), list(sys.path)
-    with contextlib.chdir(place):
+    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patched:
+        if not run.has_model:
+            play_with_script(patched)
         for name, call in commands(run, directory):
             if (only is not None and name not in only) or (case is not None and not case.concerns(name)):
                 continue
@@ -938,24 +949,32 @@ def record_scripted_run(root: Path) -> ReceivedRun:
     finally:
         reader.close()
     fork(path, solved[0].episode, at=0, factories=sample_run_factories())
-    edit_table(path, "admissions", partial(_interrupted, "episode"))
-    edit_entries(path, partial(_interrupted, "episode"))
+    add_interrupted(path)
     own = {"train --resume": partial(play, steps=2, resume=True)}
     return ReceivedRun(
-        path, solved[0].episode, solved[1].episode, UNFINISHED, False, "agentrl.testing.sample_environment:Solve", own
+        path, solved[0].episode, solved[1].episode, UNFINISHED, False, "tests.support.sample_environment:Solve", own
     )
 
 
-def _interrupted(column: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add an episode that was interrupted after its first turn, as e0 once was."""
+def add_interrupted(run: Path) -> None:
+    """Add an episode to a run that a resume continues."""
+    with contextlib.closing(SqliteRunLog(run / "journal")) as log:
+        seq = log.next_seq()
+    edit_table(run, "admissions", partial(_interrupted, "episode", seq))
+    edit_entries(run, partial(_interrupted, "episode", seq))
+
+
+def _interrupted(column: str, seq: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add an episode that was interrupted after its first turn, as e0 once was; `seq` is the log's next number."""
     first = [row for row in rows if row[column] == "e0"][:2]
     added = [{**row, column: UNFINISHED} for row in first]
     for number, row in enumerate(added):
         if "id" in row:
             row["id"] = max(other["id"] for other in rows) + 1 + number
         else:
-            spec = msgspec.msgpack.decode(row["spec"])
-            row["spec"] = msgspec.msgpack.encode({**spec, "episode_id": UNFINISHED})
+            seed, seats, _, *others = msgspec.msgpack.decode(row["spec"])
+            row |= {"spec": msgspec.msgpack.encode([seed, seats, 1, *others]), "group_id": f"group of {UNFINISHED}"}
+            row["seq"] = seq + number
     return [*rows, *added]
 
 
@@ -984,8 +1003,7 @@ def record_model_run(root: Path) -> ReceivedRun:
     assert play(path, 1) == 0
     with contextlib.closing(RunReader(path)) as reader:
         trained = [name for (name,) in reader.log.rows("SELECT DISTINCT episode FROM step_units ORDER BY 1")]
-    edit_table(path, "admissions", partial(_interrupted, "episode"))
-    edit_entries(path, partial(_interrupted, "episode"))
+    add_interrupted(path)
     own = {"train --resume": lambda copy: play(copy, 2, "--resume"), "evaluate": evaluate}
     return ReceivedRun(path, trained[0], trained[1], UNFINISHED, True, "calculator", own)
 

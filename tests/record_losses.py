@@ -139,12 +139,11 @@ def verl_cases(repository: str) -> Iterator[tuple[str, dict[str, Any], Callable[
     yield "sapo", {"name": "sapo", **mean}, loss("sapo", "seq-mean-token-mean")
     yield "cispo", {"name": "cispo", "options": {"min_ratio": 0.8, "max_ratio": 1.28}}, loss("cispo")
     yield "kl_cov", {"name": "kl_cov", "options": {"share": 0.1}}, loss("kl_cov")
-    for estimator in ("k1", "k2", "k3"):
 
-        def divergence(b: Batch, name: str = estimator) -> Tensor:
-            return tools.masked_mean(core.kl_penalty(b.logprobs, b.reference, name), b.mask.double())
+    def divergence(b: Batch) -> Tensor:
+        return tools.masked_mean(core.kl_penalty(b.logprobs, b.reference, "k3"), b.mask.double())
 
-        yield f"kl_penalty {estimator}", {"name": "divergence", "estimator": estimator}, divergence
+    yield "kl_penalty", {"name": "divergence"}, divergence
 
 
 def areal_cases(repository: str) -> Iterator[tuple[str, dict[str, Any], Callable[[Batch], Tensor]]]:
@@ -229,32 +228,6 @@ def advantage_cases(repository: str) -> Iterator[dict[str, Any]]:
         yield {"case": name, "ours": ours, "rewards": rewards, "groups": groups, "advantages": found[:, 0].tolist()}
 
 
-def value_cases(repository: str) -> Iterator[dict[str, Any]]:
-    """The generalised advantages of verl, before it standardises them, over three rows whose tokens are partly trained
-    and whose rewards come at several of them."""
-    tools = functions(repository, "verl/utils/torch_functional.py", {"torch": torch})
-    scope = {"torch": torch, "np": np, "defaultdict": defaultdict, "verl_F": tools}
-    core = functions(repository, "verl/trainer/ppo/core_algos.py", scope)
-    random = np.random.default_rng(7)
-    mask = torch.tensor([[1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 0, 1, 0], [1, 0, 0, 1, 0, 0, 0]], dtype=torch.float64)
-    values = torch.from_numpy(random.normal(size=(3, 7))) * mask
-    rewards = torch.from_numpy(random.normal(size=(3, 7))) * mask
-    rewards[0, :2] = 0.0
-    for discount, trace_decay in ((1.0, 1.0), (1.0, 0.95), (0.97, 0.8)):
-        _, returns = core.compute_gae_advantage_return(rewards, values, mask, discount, trace_decay)
-        rows = [
-            {"rewards": rewards[n][own].tolist(), "values": values[n][own].tolist(), "advantages": found[own].tolist()}
-            for n, (own, found) in enumerate(zip(mask.bool(), returns - values, strict=True))
-        ]
-        yield {
-            "case": f"gae, {discount}, {trace_decay}",
-            "commit": commit(repository),
-            "discount": discount,
-            "trace_decay": trace_decay,
-            "rows": rows,
-        }
-
-
 def main() -> None:
     """Print the record."""
     verl, areal, prime = sys.argv[1:]
@@ -267,9 +240,8 @@ def main() -> None:
     ):
         found = [{"case": case, "ours": ours, **batch.answer(call)} for case, ours, call in cases(repository)]
         advantages = list(advantage_cases(repository)) if package == "verl" else []
-        values = list(value_cases(repository)) if package == "verl" else []
         record = {"package": package, "commit": commit(repository), "cases": found, "advantages": advantages}
-        packages.append({**record, "values": values})
+        packages.append(record)
     sys.stdout.write(json.dumps({"packages": packages}) + "\n")
 
 

@@ -1,10 +1,10 @@
-"""Record the wealth and the intervals that confseq computes, for `tests/unit/test_betting.py` to compare with.
+"""Record the wealth and the intervals that confseq computes, for `tests/unit/test_intervals.py` to compare with.
 
     pip download --no-deps --no-binary confseq confseq==0.0.11 && tar xzf confseq-0.0.11.tar.gz
     PYTHONPATH=confseq-0.0.11/src python -m tests.record_wealth > tests/wealth_of_confseq.json
 
 confseq needs Boost to be installed, and its module of betting does not, so it runs from its source with numpy, scipy,
-matplotlib and multiprocess. It gets the stakes of `agentrl.core.betting` as functions of its own and clips none.
+matplotlib and multiprocess. It gets the stakes of `agentrl.core.intervals` as functions of its own and clips none.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.group_baselines import leave_one_out
 from agentrl.credit.release import baseline_members, shrunk_advantage
 
 LONG, SHORT = 1, 0

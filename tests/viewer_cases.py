@@ -26,10 +26,8 @@ VIEWS = {
     "search": "#/episodes?match=checker says",
     "conversation": f"#/episode/{quote(WORST)}?call={quote('r#2')}",
     "tokens": f"#/episode/{quote(WORST)}/tokens?seat=solver&index=0&row=0&token=40",
-    "timeline": f"#/episode/{quote(WORST)}/timeline",
     "why": f"#/episode/{quote(WORST)}/why",
     "family": "#/episode/e1/family",
-    "run": "#/run",
     "steps": "#/steps",
     "evaluations": "#/evaluations",
     "step": "#/step/solver/1/5",
@@ -46,18 +44,13 @@ def hostile_views() -> list[str]:
         "#/overview",
         f"#/overview?metrics={quote(HOSTILE)}",
         f"#/episodes?columns={columns}",
-        "#/run",
         "#/steps",
         "#/evaluations",
         "#/step/policy/0/1",
         "#/forks",
         "#/compare?a=e1&b=e2",
     ]
-    views += [
-        f"#/episode/{name}{part}"
-        for name in ("e1", "e5", "e99")
-        for part in ("", "/tokens", "/timeline", "/why", "/family")
-    ]
+    views += [f"#/episode/{name}{part}" for name in ("e1", "e5", "e99") for part in ("", "/tokens", "/why", "/family")]
     views += [
         f"#/episode/{quote(HOSTILE, safe='')}",
         f"#/episodes?where={quote(HOSTILE)}",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl.app.plan import RunPlan
 from agentrl.app.policies import (
@@ -14,18 +15,17 @@ from agentrl.app.policies import (
     pinned_policy_step_lags,
     rollout_settings,
 )
-from agentrl.app.scoring import NO_SCORES, kept_scores, make_scorers, with_scorers
+from agentrl.app.scoring import make_scorers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.plans import RolloutPlan
 from agentrl.config.policies import OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import BestConfig, CreditConfig, EvaluationConfig, JournalConfig
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, EpisodeHost, Observer, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, Lines, PolicyVersion, Task
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
 from agentrl.credit.estimators import AdvantageEstimator, reward_estimator
 from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
@@ -35,9 +35,9 @@ from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import JournalStore
-from agentrl.journal.run_log import RunJournal, RunStart
+from agentrl.journal.run_log import RunJournal, RunLog, RunStart
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
+from agentrl.observe.metrics import TIMED_STEP
 from agentrl.observe.run_directory import run_argument
 from agentrl.orchestrator.admission_limit import AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -46,13 +46,11 @@ from agentrl.orchestrator.child_episodes import ChildEpisodes
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.episode_specs import EpisodeNumbers, EpisodeSpecs
-from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit, Question, held_out_digest
+from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit, held_out_digest
 from agentrl.orchestrator.group_scores import GroupScoring
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.in_flight import EpisodesInFlight
-from agentrl.orchestrator.last_steps import LastSteps
 from agentrl.orchestrator.loop import Orchestrator, RunStop, TrainingLoopSettings
-from agentrl.orchestrator.metrics import SelectionBiasTracker
 from agentrl.orchestrator.opponents import OpponentPool, OpponentPools
 from agentrl.orchestrator.scheduler import (
     BoundedStaleness,
@@ -61,8 +59,7 @@ from agentrl.orchestrator.scheduler import (
     Scheduler,
     SynchronousBatchScheduler,
 )
-from agentrl.orchestrator.score_limits import ScoreLimits
-from agentrl.orchestrator.staleness import StalenessController, StalenessRules
+from agentrl.orchestrator.staleness import StalenessController
 from agentrl.orchestrator.tasks import MEMORY_SIZE, Curriculum, GroupResult, ProposalNoveltyTracker
 from agentrl.orchestrator.tree_leases import TreeLeases
 from agentrl.orchestrator.versions import (
@@ -111,8 +108,6 @@ class RunParts:
     """Starting version of each policy; (0, 0) where absent."""
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Pinned versions for each past policy, oldest first; see `recovery.start_opponent_pools`."""
-    recorded_turns: Sequence[GroupStart] = ()
-    """Recorded turns at which groups begin; see `recorded_turns`."""
     estimator: AdvantageEstimator | None = None
     """Advantage estimator, if it takes a `Group`; see `load_user_functions`."""
     compares_in_step: bool = False
@@ -123,8 +118,6 @@ class RunParts:
     """Best running mean, from the checkpoint."""
     disk: Disk = LOCAL
     """The disk of published versions."""
-    journal_size: Callable[[], int] = lambda: 0
-    """Returns the disk usage of the run's journal and step columns, in bytes; called in a thread."""
     workers: WorkerPool | None = None
     """Worker processes that play the episodes; None: this process plays them."""
     tell: Callable[[str], None] = lambda line: None
@@ -146,13 +139,12 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
     stop = RunStop(condition)
     buffer = _buffer(trained, config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
-    board = PolicyBoard(versions, trained, parts.store.parents())
-    score_limits = _score_limits(config.scorers, parts, stop)
-    scoring = _group_scoring(plan.rollout, parts, buffer, condition, activity, stop, score_limits)
+    board = PolicyBoard(versions, trained, parts.store.lines())
+    scoring = _group_scoring(plan.rollout, parts, condition, activity, stop)
     in_flight = EpisodesInFlight(activity, scoring)
     numbers = EpisodeNumbers(group_size=size)
     reservations = ChildUnitReservations(buffer.trainable, plan.rollout.seats.policy_of)
-    opponents = _opponents(config.of_kind(OpponentPoolPolicy), config.seed, parts, buffer, in_flight)
+    opponents = _opponents(config.of_kind(OpponentPoolPolicy), config.seed, parts, buffer, in_flight, board.lines)
     scheduler = _scheduler(
         *(plan, buffer, reservations, opponents, board),
         numbers=numbers,
@@ -179,6 +171,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         tell=parts.tell,
         run_name=run_argument(Path(config.directory) / config.name),
         group_scoring=scoring,
+        lines=board.lines,
         leases=TreeLeases(
             served=parts.served, published=parts.store.published, limits=lease_limits(trained), changed=condition
         ),
@@ -189,22 +182,15 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         selection=config.environment.selection,
         visible=scheduler.visible_groups,
         is_current=parts.is_current_task,
-        past_starts=parts.recorded_turns,
-        recorded_share=config.environment.recorded_share,
     )
-    staleness = _staleness(plan)
-    for name, controller in staleness.items():
-        controller.restore(parts.past, name, board.step(name))
-    buffer.on_group = partial(_record_group, curriculum, staleness.values(), size)
+    staleness = _staleness(plan, parts.store, board)
+    buffer.on_group = partial(_record_group, curriculum, size)
     rewards_since = _rewards_since(parts.store.starts())
-    best = _best_checkpoint_tracker(
-        config.best, config.evaluation, parts.held_out, trained, parts.running_best, rewards_since
-    )
+    best = _best_checkpoint_tracker(config.best, config.evaluation, parts.held_out, trained, parts.running_best)
     if parts.running_best.versions and not best.measured.versions and best.metric:
         chosen = ", ".join(map(str, parts.running_best.versions.values()))
         parts.say(
-            f"the best version is chosen again: {chosen} was chosen by another metric, on other held-out tasks, or "
-            "with other code or settings"
+            f"the best version is chosen again: {chosen} was chosen by another metric, or on other held-out tasks"
         )
     orchestrator = Orchestrator(
         plan=_loop_settings(plan),
@@ -224,7 +210,6 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         evaluator=Evaluator(
             held_out=parts.held_out,
             attempts=config.evaluation.attempts,
-            question=_question(config.evaluation),
             dispatcher=dispatcher,
             versions=parts.served,
             store=parts.store,
@@ -233,6 +218,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
             best=best,
             clock=parts.clock,
             tell=parts.tell,
+            lineage=max((version.lineage for version in versions.values()), default=0),
             rewards_since=rewards_since,
         ),
         retention=VersionRetention(
@@ -253,7 +239,7 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
         staleness=staleness,
         limit_workers=parts.workers.limit if parts.workers is not None else lambda count: None,
     )
-    host = DispatchingHost(dispatcher, score_limits)
+    host = DispatchingHost(dispatcher)
     if parts.workers is not None:
         parts.workers.attach(host, parts.store, stop.fail)
         dispatcher.run(parts.workers)
@@ -264,10 +250,14 @@ def assemble_orchestrator(plan: RunPlan, parts: RunParts) -> Orchestrator:
                 *(parts.store, parts.clock, stop.fail),
             )
         )
-    for part in (curriculum, opponents, score_limits):
-        if part is not None:
-            part.restore(parts.past)
-    dispatcher.restore(parts.past, curriculum.start, recorded=parts.store.recorded, refusal=parts.refusal)
+    dispatcher.begin_group, dispatcher.begin_version = curriculum.receive, board.start_at
+    dispatcher.repinned = opponents.repinned
+    dispatcher.resume(
+        *(parts.past, curriculum.task),
+        recorded=parts.store.recorded,
+        refusal=parts.refusal,
+        versions=versions.values(),
+    )
     return orchestrator
 
 
@@ -276,22 +266,16 @@ def _journal_retention(journal: JournalConfig, parts: RunParts) -> JournalRetent
         parts.store,
         parts.checkpoints,
         keep=journal.keep,
-        budget_mib=journal.budget_mib,
-        size=parts.journal_size,
-        warn=parts.tell,
         disk=parts.disk,
     )
 
 
 def _record_group(
     curriculum: Curriculum,
-    staleness: Collection[StalenessController],
     group_size: int,
     spec: EpisodeSpec,
     headers: Sequence[EpisodeHeader],
 ) -> None:
-    for controller in staleness:
-        controller.record_group(headers)
     if spec.parent_id is None and spec.fork is None and headers:
         group = ids.root_episode_number(spec.episode_id) // group_size
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
@@ -305,7 +289,6 @@ def change_orchestrator(orchestrator: Orchestrator, plan: RunPlan) -> None:
     orchestrator.change(
         _loop_settings(plan),
         max_in_flight=limit,
-        max_in_flight_per_task=plan.settings.max_in_flight_per_task,
         admission=admission,
         steps=plan.trainer.steps,
     )
@@ -324,22 +307,17 @@ def _admission(plan: RunPlan, engine: Engine) -> tuple[int, AdmissionController 
     return admission.limit, admission
 
 
-def _staleness(plan: RunPlan) -> dict[str, StalenessController]:
-    """Return the parts that adjust the bounds on staleness which the configuration does not set."""
-    settings = plan.settings
-    return {
-        name: StalenessController(
-            StalenessRules(
-                choices=plan.staleness[name],
-                max_lag=policy.max_lag if policy.over_lag == "wait" else None,
-                releases_groups=settings.credit.release == "group",
-                workers=settings.workers,
-                together=settings.speed_together,
-            )
-        )
-        for name, policy in plan.trained.items()
-        if policy.max_staleness == "auto"
-    }
+def _staleness(plan: RunPlan, journal: RunLog, board: PolicyBoard) -> dict[str, StalenessController]:
+    """Return the parts that choose the bounds on staleness which the configuration does not set."""
+    controllers = {}
+    for name, policy in plan.trained.items():
+        if policy.max_staleness == "auto":
+            controller = controllers[name] = StalenessController(plan.staleness[name])
+            for bound in plan.staleness[name]:
+                seconds = journal.recorded_metric(name, f"{TIMED_STEP}{bound}", board.step(name))
+                if seconds is not None:
+                    controller.record_time(bound, seconds)
+    return controllers
 
 
 def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
@@ -352,46 +330,26 @@ def _loop_settings(plan: RunPlan) -> TrainingLoopSettings:
     )
 
 
-def _score_limits(scorers: Mapping[str, ScorerConfig], parts: RunParts, stop: RunStop) -> ScoreLimits | None:
-    """Return what scorers may spend, less what the journal says was spent.
-
-    Raises:
-        CheckFailedError: a limit was reached before the run was resumed.
-    """
-    limits = {
-        prefix + name: float(limit)
-        for name, scorer in scorers.items()
-        for prefix, limit in ((SCORE_REQUESTS, scorer.limit.requests), (SCORE_TOKENS, scorer.limit.tokens))
-        if limit
-    }
-    if not limits:
-        return None
-    return ScoreLimits(limits=limits, fail=stop.fail)
-
-
 def _group_scoring(
     plan: RolloutPlan,
     parts: RunParts,
-    buffer: EpisodeBuffer,
     condition: ChangeCondition,
     activity: ActivityClock,
     stop: RunStop,
-    score_limits: ScoreLimits | None,
 ) -> GroupScoring | None:
     """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
-    names = [name for name, scorer in plan.scorers.items() if scorer.per == "group"]
-    if not names and not parts.past.group_scores:
+    scorers = {name: scorer for name, scorer in plan.scorers.items() if scorer.per == "group"}
+    if not scorers and not parts.past.num_scores:
         return None
     engine, chat_format = parts.served.engine, parts.chat_format
     settings = rollout_settings(plan, chat_format, engine.capabilities.max_context)
-    scorers = make_scorers(with_scorers(plan, names), engine, chat_format, settings, parts.clock, workers=1)
 
     def chat_format_of(policy: str) -> ChatFormat:
         policy_format = settings.policies.get(policy)
         return chat_format if policy_format is None else policy_format.chat_format
 
     return GroupScoring(
-        scorers={name: scorers[name] for name in names},
+        scorers=make_scorers(scorers),
         scored=settings.scored,
         chat_format_of=chat_format_of,
         store=parts.store,
@@ -400,8 +358,6 @@ def _group_scoring(
         clock=parts.clock,
         fail=stop.fail,
         on_release=condition.notify,
-        on_scores=buffer.counts.count_group_scores,
-        on_spent=score_limits.add_spent if score_limits is not None else lambda scorer, requests, tokens: None,
         activity=activity,
     )
 
@@ -412,6 +368,7 @@ def _opponents(
     parts: RunParts,
     buffer: EpisodeBuffer,
     in_flight: EpisodesInFlight,
+    lines: Lines,
 ) -> OpponentPools:
     pools = {
         name: OpponentPool(
@@ -430,6 +387,7 @@ def _opponents(
         run_seed=seed,
         pinned=in_flight.pinned,
         counts=buffer.counts,
+        lines=lines,
     )
 
 
@@ -437,7 +395,6 @@ def _buffer(trained: Mapping[str, PolicyConfig], config: RunConfig, parts: RunPa
     return EpisodeBuffer(
         trained,
         _release(trained, config, parts),
-        selection_bias={name: SelectionBiasTracker(policy.step_size) for name, policy in trained.items()},
         drops_no_signal=config.credit.dynamic_sampling,
         whole_groups=parts.compares_in_step,
     )
@@ -480,23 +437,16 @@ def _best_checkpoint_tracker(
     held_out: Sequence[HeldOutSplit],
     trained: Mapping[str, PolicyConfig],
     running_mean: BestRunningMean,
-    rewards_since: int,
 ) -> BestCheckpointTracker:
     policy, metric = best.measured(trained)
-    is_decided = evaluation.stop == "decided"
-    metric = "evaluation/reward" if is_decided else metric
     is_of_steps = bool(metric) and not metric.startswith("evaluation/")
     return BestCheckpointTracker(
         metric=metric,
         policy=policy,
-        over=""
-        if is_of_steps or not metric
-        else _held_out_of(evaluation, held_out)
-        + (f", since start {rewards_since}" if rewards_since and is_decided else ""),
+        over="" if is_of_steps or not metric else _held_out_of(evaluation, held_out),
         smallest=best.metric.startswith("-"),
-        window=1 if is_decided else best.window,
+        window=best.window,
         stop_at=best.stop_at,
-        stop_fall=best.stop_fall,
         # a policy may have stepped once more on the episodes that the metric's policy trains on next
         lags={name: policy.largest_staleness + 1 for name, policy in trained.items()} if is_of_steps else {},
         measured=running_mean,
@@ -522,10 +472,6 @@ def _sets_rewards(path: tuple[str, ...]) -> bool:
     return ".".join(path).startswith(REWARD_SETTINGS)
 
 
-def _question(evaluation: EvaluationConfig) -> Question | None:
-    return Question(evaluation.margin, evaluation.bounds) if evaluation.stop == "decided" else None
-
-
 def _held_out_of(evaluation: EvaluationConfig, held_out: Sequence[HeldOutSplit]) -> str:
     """Describe the tasks of an evaluation, with a number that identifies them."""
     splits = ", ".join(f"{'@'.join(filter(None, (name, split)))} {count}" for name, split, count in evaluation.splits)
@@ -548,7 +494,6 @@ def _scheduler(
         name: BoundedStaleness(
             max_staleness=policy.largest_staleness,
             step_size=policy.step_size,
-            max_lag=policy.max_lag if policy.over_lag == "wait" else None,
         )
         for name, policy in plan.trained.items()
     }
@@ -560,35 +505,21 @@ def _scheduler(
             for policies, steps in config.freeze
         ],
     )
+    parts: dict[str, Any] = {
+        "demands": plan.demands,
+        "numbers": numbers,
+        "in_flight": in_flight,
+        "buffer": buffer,
+        "reservations": reservations,
+        "opponents": opponents,
+        "board": board,
+        "staleness": bounds,
+        "phases": phases,
+        "max_in_flight": max_in_flight,
+    }
     if not config.deterministic:
-        return Scheduler(
-            demands=plan.demands,
-            numbers=numbers,
-            in_flight=in_flight,
-            buffer=buffer,
-            reservations=reservations,
-            opponents=opponents,
-            board=board,
-            staleness=bounds,
-            phases=phases,
-            max_in_flight=max_in_flight,
-            max_in_flight_per_task=config.max_in_flight_per_task,
-            last_steps=LastSteps(config.sample_until_end),
-        )
-    return SynchronousBatchScheduler(
-        pinned=pinned_policy_step_lags(plan.trained, deterministic=True),
-        demands=plan.demands,
-        numbers=numbers,
-        in_flight=in_flight,
-        buffer=buffer,
-        reservations=reservations,
-        opponents=opponents,
-        board=board,
-        staleness=bounds,
-        phases=phases,
-        max_in_flight=max_in_flight,
-        max_in_flight_per_task=config.max_in_flight_per_task,
-    )
+        return Scheduler(**parts)
+    return SynchronousBatchScheduler(pinned=pinned_policy_step_lags(plan.trained, deterministic=True), **parts)
 
 
 def make_local_worker(
@@ -604,8 +535,6 @@ def make_local_worker(
     """Make a worker in this process, for the episodes of a host."""
     choose_driver(plan.sandbox.driver)
     settings = rollout_settings(plan, chat_format, engine.capabilities.max_context)
-    recorded_scores = kept_scores(plan, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
-    scorers = make_scorers(plan, engine, chat_format, settings, clock, kept=recorded_scores)
     runner = EpisodeRunner(
         engine=engine,
         chat_format=chat_format,
@@ -613,7 +542,7 @@ def make_local_worker(
         log=store.turn_log(TURN_LOG),
         host=host,
         clock=clock,
-        settings=replace(settings, scorers=scorers),
+        settings=replace(settings, scorers=make_scorers(plan.scorers)),
     )
     return AsyncioWorker(
         runner,

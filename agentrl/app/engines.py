@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from agentrl.app.policies import (
     adapter_slots_needed,
-    has_expert_adapters,
     largest_lora_rank,
     merged_policies,
     serves_only_adapters,
@@ -24,29 +23,24 @@ from agentrl.app.policies import (
 from agentrl.config.devices import DevicePlan, device_plan
 from agentrl.config.plans import BaseModelPlan, DeviceDemand, EnginePlan
 from agentrl.config.policies import AnyPolicy, BotPolicy, RemotePolicy
-from agentrl.config.scorers import reward_model_name
 from agentrl.core import machine
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.machine import Gpu, Memory, finds_compiler, install_command
-from agentrl.core.ports import Engine, Trainer
+from agentrl.core.machine import Gpu, finds_compiler, install_command
+from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.external import read_api_key
 from agentrl.engines.process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import EngineRouter, Fleet
-from agentrl.engines.weights.senders import WeightDestination, WeightSendingTrainer
-from agentrl.engines.weights.transports import local_transport, network_transport
 from agentrl.environment.registry import load_function
 
 if TYPE_CHECKING:
-    from agentrl.cluster.elastic import ScalableProcessKind
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
     from agentrl.config.sections import EngineConfig
     from agentrl.engines.external import ExternalPolicy
 
 EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
-REWARD_MODEL = "agentrl.engines.reward_model:RewardModelEngine.load"
 VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
 VLLM_MODULE = "agentrl.engines.vllm.process"
 CONNECT_S = 2.0
@@ -75,25 +69,9 @@ async def make_engine(
     engine_versions = {name: version for name, version in versions.items() if name not in external}
     replicas = await _engines_by_policy(plan, engine_versions, tell, log) if engine_versions else {}
     engines = {id(engine): engine for fleet in replicas.values() for engine in fleet}
-    if len(engines) == 1 and not external and not plan.reward_models:
+    if len(engines) == 1 and not external:
         return next(iter(engines.values()))
-    try:
-        reward_models = await _reward_model_engines(plan, tell, log)
-    except BaseException:
-        await asyncio.gather(*(engine.close() for engine in engines.values()))
-        raise
-    return EngineRouter(replicas, external=external, reward_models=reward_models, tell=tell)
-
-
-async def _reward_model_engines(
-    plan: EnginePlan, tell: Callable[[str], None], log: Path | None
-) -> dict[str, ProcessEngine]:
-    """Start the process of each reward model."""
-    engines = {
-        reward_model_name(scorer): _reward_model_engine(plan, scorer, tell, log) for scorer in plan.reward_models
-    }
-    await _all_ready(list(engines.values()))
-    return engines
+    return EngineRouter(replicas, external=external, tell=tell)
 
 
 async def _all_ready(engines: Sequence[ProcessEngine]) -> None:
@@ -104,26 +82,6 @@ async def _all_ready(engines: Sequence[ProcessEngine]) -> None:
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in engines))
         raise
-
-
-def _reward_model_engine(plan: EnginePlan, scorer: str, tell: Callable[[str], None], log: Path | None) -> ProcessEngine:
-    section, name = plan.reward_models[scorer], reward_model_name(scorer)
-    gpu = device_plan(plan.demand).gpu_of_reward_model(scorer)
-    arguments = {
-        "model_path": os.path.abspath(section.reward_model),
-        "device": "cpu" if gpu is None else "cuda",
-        "cache_tokens": section.cache_tokens,
-        "fixed_shapes": plan.fixed_shapes,
-        "threads": plan.threads,
-    }
-    return ProcessEngine(
-        ChildProgram(REWARD_MODEL, arguments),
-        {name: PolicyVersion(name, 0, 0)},
-        placement=LocalPlacement(log, gpus=[] if gpu is None else [gpu.id]),
-        silence_s=SILENCE_S + weight_file_bytes(section.reward_model) / SLOWEST_LOAD,
-        tell=tell,
-        name=name,
-    )
 
 
 def weight_file_bytes(model: str) -> int:
@@ -226,7 +184,7 @@ def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
         "max_context": engine.max_context,
         "refresh": {name: plan.refresh[name] for name in base.policies},
         "keep_kv": engine.keep_kv,
-        "adapter_slots": adapter_slots_needed(base.policies, keeps_best=plan.keeps_best),
+        "adapter_slots": adapter_slots_needed(base.policies),
         "max_rank": largest_lora_rank(base.policies.values()),
         "merged": merged_policies(base),
         "max_staleness": {name: policy.largest_staleness for name, policy in base.trained.items()},
@@ -238,7 +196,6 @@ def engine_program(plan: EnginePlan, base: BaseModelPlan) -> ChildProgram:
     full = any(policy.served_adapter is None for policy in base.trained.values())
     weight_bytes = weight_file_bytes(base.path) if full else 0
     if engine.kind == "vllm":
-        arguments["expert_adapters"] = has_expert_adapters(base.policies.values())
         arguments |= {"memory_share": engine.memory_share, "arguments": engine.vllm or {}}
         return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=weight_bytes)
     # None: a GPU if the process sees one
@@ -273,44 +230,8 @@ def engine_silence_s(bases: Iterable[BaseModelPlan]) -> float:
 
 
 def engines_by_base(engine: Engine) -> Sequence[Engine | Fleet]:
-    """Return the engine or the replicas of each base model of a run, then its reward models."""
-    return (*engine.fleets, *engine.reward_models.values()) if isinstance(engine, EngineRouter) else (engine,)
-
-
-def connect_engines_to_trainer(plan: EnginePlan, engine: Engine, trainer: Trainer) -> None:
-    """Let the run's engines receive full weights from its trainer."""
-    fleets = engine.fleets if isinstance(engine, EngineRouter) else ()
-    engines = [replica for fleet in fleets for replica in fleet.engines] or [engine]
-    for number, replica in enumerate(engines):
-        if isinstance(replica, ProcessEngine):
-            connect_engine_to_trainer(plan, replica, number, trainer)
-
-
-def connect_engine_to_trainer(plan: EnginePlan, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
-    """Let an engine, which no other engine of the run has the number of, receive full weights from a trainer.
-
-    Without a transport, the engine loads the published files.
-    """
-    on_cluster = bool(plan.demand.cluster.ray_address)
-    local = None if on_cluster else local_transport(device_plan(plan.demand), number)
-    if not isinstance(trainer, WeightSendingTrainer) or not (local or on_cluster):
-        return
-    silence_s = engine_silence_s(plan.bases)
-
-    async def deliver(version: PolicyVersion, address: str) -> None:
-        on_gpus = any(status.gpus for status in engine.statuses())
-        transport = local or network_transport(plan.engine.publish, on_gpus=on_gpus)
-        if transport is not None:
-            recipient = WeightDestination(
-                number=number,
-                address=address,
-                transport=transport,
-                processes=plan.engine.devices,
-                silence_s=silence_s,
-            )
-            await trainer.send(version, recipient)
-
-    engine.deliver = deliver
+    """Return the engine or the replicas of each base model of a run."""
+    return engine.fleets if isinstance(engine, EngineRouter) else (engine,)
 
 
 def _placement(demand: DeviceDemand, log: Path | None, devices: DevicePlan, number: int) -> ProcessPlacement:
@@ -338,38 +259,6 @@ def check_ray_installed() -> None:
         raise ConfigError(
             f"cluster.address is set, but Ray is not installed: {install_command('ray')}, or remove that setting"
         )
-
-
-def growing_engine(
-    plan: EnginePlan,
-    number: int,
-    router: EngineRouter,
-    versions: Mapping[str, PolicyVersion],
-    connect: Callable[[ProcessEngine], None],
-    tell: Callable[[str], None],
-) -> ScalableProcessKind:
-    """Describe how a base model, by its number, gets one more replica, which `connect` connects to the trainer."""
-    from agentrl.cluster.elastic import ScalableProcessKind
-    from agentrl.cluster.engine_actors import RayPlacement
-
-    base, fleet = plan.bases[number], router.fleets[number]
-    program, devices, address = engine_program(plan, base), plan.engine.devices, plan.demand.cluster.ray_address
-    silence_s = engine_silence_s(plan.bases)
-    base_versions = {name: version for name, version in versions.items() if name in base.policies}
-
-    def start(node: Node) -> None:
-        gpus = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
-        placement = RayPlacement(lambda _: (node, gpus), address=address)
-        engine = ProcessEngine(program, base_versions, placement=placement, silence_s=silence_s, tell=tell)
-        connect(engine)
-        router.add(engine, base=number)
-
-    def replicas_of(node: Node) -> int:
-        on_gpus = any(status.gpus for status in fleet.statuses())
-        return node.gpus // devices if on_gpus else len(fleet.engines)
-
-    name = f"engine of {base.name}" if len(plan.bases) > 1 else "engine"
-    return ScalableProcessKind(name, lambda: len(fleet.engines), start, replicas_of)
 
 
 def check_vllm_usable(engine: EngineConfig, filtered: Sequence[str], *, on_cluster: bool) -> None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -52,20 +51,18 @@ from agentrl.cluster.session import gpu_reservation
 from agentrl.config.plans import RolloutPlan
 from agentrl.config.policies import (
     AnyPolicy,
-    ExternalPolicyConfig,
     FrozenPolicy,
     LocalPolicy,
     PolicyConfig,
     RemotePolicy,
 )
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import EnvironmentConfig, EvaluationConfig
+from agentrl.config.sections import EnvironmentConfig
 from agentrl.core import event_loop
-from agentrl.core.betting import AnytimeInterval, decide, verdict_words
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.files import expand_path, temporary_directory
-from agentrl.core.intervals import difference_interval
+from agentrl.core.intervals import Interval, difference_interval, verdict
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
@@ -84,6 +81,7 @@ from agentrl.observe.alarms import (
     equal_rewards_alarm,
     fill_commands,
     foreign_calls_alarm,
+    hidden_tools_alarm,
 )
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.observe.bottleneck import FailingCalls, failing_calls
@@ -100,14 +98,9 @@ from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, make_dispatcher
 from agentrl.orchestrator.evaluation import (
-    FIXED_SIZE,
     HeldOutSplit,
-    IntervalRule,
-    PlayedTasks,
-    TaskOrder,
     evaluation_metrics,
     held_out_digest,
-    looks,
 )
 from agentrl.orchestrator.host import DispatchingHost
 from agentrl.orchestrator.versions import ServedVersions
@@ -153,7 +146,7 @@ class EvaluatedEpisode:
     """Values of `ctx.metric`, and agentrl's own counts."""
     conversations: Mapping[str, list[dict[str, Any]]] = field(repr=False)
     """Messages of each agent, keyed by its name, such as `solver`, or `solver[1]` for the seat's second agent; the
-    assistant's are as the policy wrote them."""
+    assistant's are as the environment read them."""
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
@@ -167,31 +160,26 @@ class Evaluation(dict[str, float]):
     Args:
         metrics: the metrics.
         episodes: the episodes.
-        section: has the margin and the bounds of comparisons.
     """
 
     def __init__(
         self,
         metrics: Mapping[str, float],
         episodes: Sequence[EvaluatedEpisode],
-        section: EvaluationConfig = EvaluationConfig(),  # noqa: B008 (immutable)
     ) -> None:
         super().__init__(metrics)
         self.episodes = list(episodes)
         """Results in the order in which the tasks were played, each before its children."""
-        self._section = section
 
     def compared_with(self, other: Evaluation) -> dict[str, float]:
         """Return this evaluation minus another one, task by task, over the tasks of both.
 
         Both used the same seeds for each task, so the difficulty of a task cancels in its difference, and the interval
-        is narrower than the intervals of the two means. It may be read at any time, so either evaluation may have ended
-        early because of what it showed.
+        is narrower than the intervals of the two means.
 
         Returns:
-            `difference/reward`, with the ends `difference/reward_low` and `difference/reward_high` of its 95 %
-            interval; `difference/better`, `difference/worse` and `difference/tasks`, the numbers of tasks. If a reward
-            is outside `evaluation.bounds`, the interval is of a fixed size, and a warning says so.
+            `difference/reward`, with the ends `difference/reward_low` and `difference/reward_high` of its 95 % interval
+            (`core.intervals`); `difference/better`, `difference/worse` and `difference/tasks`, the numbers of tasks.
 
         Raises:
             InputError: the evaluations have no task in common.
@@ -201,11 +189,7 @@ class Evaluation(dict[str, float]):
         if not both:
             raise InputError("the two evaluations used different tasks, so their scores cannot be paired")
         differences = [rewards[task] - other_rewards[task] for task in both]
-        interval, is_anytime = difference_interval(
-            [(rewards[task], other_rewards[task]) for task in both], self._section.reward_bounds
-        )
-        if not is_anytime:
-            warnings.warn(outside_bounds([*rewards.values(), *other_rewards.values()], self._section), stacklevel=2)
+        interval = difference_interval([(rewards[task], other_rewards[task]) for task in both])
         return {
             "difference/reward": statistics.mean(differences),
             "difference/reward_low": interval.low,
@@ -215,11 +199,10 @@ class Evaluation(dict[str, float]):
             "difference/tasks": float(len(differences)),
         }
 
-    def verdict(self, differences: Mapping[str, float]) -> str:
-        """Return what the result of `compared_with` shows, such as `better by more than 0.05`, `worse`, or `undecided`;
-        the margin is `evaluation.margin`."""
-        interval = AnytimeInterval(differences["difference/reward_low"], differences["difference/reward_high"])
-        return verdict_words(interval, self._section.margin)
+    @staticmethod
+    def verdict(differences: Mapping[str, float]) -> str:
+        """Return what the result of `compared_with` shows: `better`, `worse` or `undecided`."""
+        return verdict(Interval(differences["difference/reward_low"], differences["difference/reward_high"]))
 
     def rewards_by_task(self) -> dict[bytes, float]:
         """Return the mean reward of the root episodes, by the id and data of their task as JSON."""
@@ -247,7 +230,6 @@ def evaluate(
     *,
     environment: type | None = None,
     journal: str | Path | None = None,
-    against: Evaluation | None = None,
     on_progress: Callable[[int, int], None] = lambda ended, episodes: None,
     on_phase: Callable[[str, str], None] = lambda phase, part: None,
 ) -> Evaluation:
@@ -261,8 +243,6 @@ def evaluate(
         tasks: tasks that replace the environment's `held_out` split, or their number, as `evaluation.tasks`.
         environment: a class that replaces `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
-        against: an evaluation of other weights with the same configuration. With `evaluation.stop = "decided"`, tasks
-            are played until it is decided whether these weights are better by more than `evaluation.margin`.
         on_progress: receives the number of ended episodes, and of all, about twice a second.
         on_phase: receives each phase of the start when it begins, and while it lasts again with the part that runs,
             about twice a second; "" for the whole.
@@ -303,16 +283,14 @@ def evaluate(
         for line in () if journal is None else remember_run(run_path, config, code, selected):
             warnings.warn(line, stacklevel=1)
         attempts = config.evaluation.attempts
-        section = config.evaluation
-        order = TaskOrder(splits, attempts, is_mixed=section.stop == "decided")
-        played, failing = PlayedTasks(), dict[str, FailingCalls]()
-
-        play = _player(order, played, against, section, on_progress, failing)
+        failing = dict[str, FailingCalls]()
+        play = _player(
+            [task for split in splits for task in split.tasks for _ in range(attempts)], on_progress, failing
+        )
         headers = event_loop.run(
             play_in_new_run(config, environment_class, chat_format, weights, run_path, play, on_phase)
         )
-        splits, rule = order.in_order(played)[1], _interval_rule(order, played, config.evaluation)
-        episodes, environments = _episodes(config.of_kind(ExternalPolicyConfig), run_path)
+        episodes, environments = _episodes(run_path)
     metrics_by_episode = with_unset_metrics({episode.id: episode.metrics for episode in episodes}, environments, {})
     dropped_headers = [header for header in headers if not header.committed]
     if dropped_headers:
@@ -333,16 +311,15 @@ def evaluate(
             name: evaluation_metrics(
                 *(headers, name, attempts, splits),
                 {episode: values for episode, values in metrics_by_episode.items() if owners.get(episode) == name},
-                rule,
             )
-            | {TASK_DIGEST: float(held_out_digest(order.held_out))}
+            | {TASK_DIGEST: float(held_out_digest(splits))}
             for name in config.policies
         }
         asyncio.run(_record_metrics(run_path, metrics_by_policy, failing))
-    metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode, rule)
+    metrics = evaluation_metrics(headers, None, attempts, splits, metrics_by_episode)
     alarms = _evaluation_alarms(metrics, plan, [*trained], failing)
     _warn_of(alarms, None if journal is None else run_path, metrics_by_episode)
-    return Evaluation(metrics, episodes, config.evaluation)
+    return Evaluation(metrics, episodes)
 
 
 def _evaluation_alarms(
@@ -354,7 +331,8 @@ def _evaluation_alarms(
     """Return the alarms about calls that always fail, and replies that are cut off or hold calls that are not read.
     Without any of these, return the alarm about rewards that are all 0."""
     policy = trained[0] if len(trained) == 1 else ""
-    found = [foreign_calls_alarm(metrics, policy, held_out=True), cut_off_alarm(metrics, policy, plan)]
+    found = [hidden_tools_alarm(metrics, policy) or cut_off_alarm(metrics, policy, plan)]
+    found.insert(0, foreign_calls_alarm(metrics, policy, held_out=True))
     alarms = [*always_fails_alarms(failing, plan, policy, is_over=True), *filter(None, found)]
     if not alarms and metrics.get("evaluation/reward") == 0.0:  # the same reward above 0 may be a success
         alarms += filter(None, [equal_rewards_alarm(metrics, policy)])
@@ -372,65 +350,18 @@ def _warn_of(
         warnings.warn(line, stacklevel=2)
 
 
-def outside_bounds(rewards: Iterable[float], section: EvaluationConfig) -> str:
-    """Say that a reward is outside its bounds."""
-    low, high = section.reward_bounds
-    reward = next(reward for reward in rewards if not low <= reward <= high)
-    setting = f"evaluation.bounds = [{low:g}, {high:g}]" if section.bounds else "[0, 1]"
-    return (
-        f"a task got the reward {reward:g}, outside {setting}: the interval of the difference is of a fixed size, and "
-        "reading it repeatedly finds differences that are not there. Set evaluation.bounds to the smallest and the "
-        "largest reward of a task"
-    )
-
-
-def _interval_rule(order: TaskOrder, played: PlayedTasks, section: EvaluationConfig) -> IntervalRule:
-    """Return the rule for intervals: if the evaluation may end early, they hold at any time."""
-    low, high = section.reward_bounds
-    is_bounded = all(low <= reward <= high for reward in order.rewards(played, None).values())
-    return IntervalRule(section.reward_bounds, 0.05) if section.stop == "decided" and is_bounded else FIXED_SIZE
-
-
-def _player(
-    order: TaskOrder,
-    played: PlayedTasks,
-    against: Evaluation | None,
-    section: EvaluationConfig,
-    on_progress: Callable[[int, int], None],
-    failing: dict[str, FailingCalls],
-) -> Play:
-    """Return the function that plays the tasks, or as many as a comparison needs, and adds them to `played`, and calls
-    that always fail to `failing`."""
+def _player(tasks: Sequence[Task], on_progress: Callable[[int, int], None], failing: dict[str, FailingCalls]) -> Play:
+    """Return the function that plays the tasks, and adds calls that always fail to `failing`."""
 
     async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
         def report() -> None:
-            num_ended, _ = dispatcher.evaluated.progress()
-            on_progress(num_before + num_ended, len(order) * order.attempts)
+            on_progress(dispatcher.evaluated.progress()[0], len(tasks))
 
-        for stop in looks(len(order)) if section.stop == "decided" and against is not None else [len(order)]:
-            num_before, places = len(played.roots), order.missing(played, stop)
-            played.add(places, await reporting(dispatcher.evaluate(order.tasks_at(places), {}, places), report))
-            if against is not None and _is_decided(order, played, against, section):
-                break
+        headers = await reporting(dispatcher.evaluate(tasks, {}), report)
         failing.update(failing_calls(dispatcher.worker.activity()))
-        return order.in_order(played)[0]
+        return headers
 
     return play
-
-
-def _is_decided(order: TaskOrder, played: PlayedTasks, against: Evaluation, section: EvaluationConfig) -> bool:
-    """Whether the tasks played so far show if these weights are better than others; never if a reward is outside its
-    bounds."""
-    others = against.rewards_by_task()
-    rewards = _means_by_task(
-        (_task_key((task := order.task(number)).id, task.data), reward)
-        for number, reward in order.rewards(played, None).items()
-    )
-    low, high = section.reward_bounds
-    pairs = [(reward, others[task]) for task, reward in rewards.items() if task in others]
-    if not all(low <= reward <= high for pair in pairs for reward in pair):
-        return False
-    return decide([one - other for one, other in pairs], section.margin, high - low) != "undecided"
 
 
 def _with_tasks(config: RunConfig, tasks: Sequence[Task] | int | None) -> tuple[RunConfig, Sequence[Task] | None]:
@@ -497,13 +428,8 @@ async def _models(policy: RemotePolicy) -> list[str]:
         await endpoint.close()
 
 
-def _episodes(external: Collection[str], journal: Path) -> tuple[list[EvaluatedEpisode], dict[str, str]]:
-    """Return the episodes in the journal of an evaluation, each in its last attempt, and their environments by id.
-
-    Args:
-        external: policies that return messages.
-        journal: directory of the run.
-    """
+def _episodes(journal: Path) -> tuple[list[EvaluatedEpisode], dict[str, str]]:
+    """Return the episodes in the journal of an evaluation, each in its last attempt, and their environments by id."""
     reader = RunReader(journal)
     episodes: list[EvaluatedEpisode] = []
     environments: dict[str, str] = {}
@@ -518,10 +444,7 @@ def _episodes(external: Collection[str], journal: Path) -> tuple[list[EvaluatedE
             for act in view.acts:
                 if isinstance(act, PolicyTurn):
                     name = act.seat if act.index == 0 else f"{act.seat}[{act.index}]"
-                    message = _remote_message(act.text) if act.policy in external else None
-                    messages_of.setdefault(name, []).extend(
-                        [*act.messages, message or {"role": "assistant", "content": act.text}]
-                    )
+                    messages_of.setdefault(name, []).extend([*act.messages, act.message()])
             episodes.append(
                 EvaluatedEpisode(
                     id=line.episode,
@@ -539,15 +462,6 @@ def _episodes(external: Collection[str], journal: Path) -> tuple[list[EvaluatedE
                 )
             )
     return episodes, environments
-
-
-def _remote_message(line: str) -> dict[str, Any] | None:
-    """Return the message of a remote policy or bot, in OpenAI's form with its `usage`; None if the line is not JSON."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _by_policy(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, reporting, with_frozen_policies
 from agentrl.app.model_files import check_models_unchanged, model_paths
@@ -28,6 +28,7 @@ from agentrl.app.policies import (
     weights_from_directory,
 )
 from agentrl.app.received import FORK, ReceivedRun, recorded_environment_code
+from agentrl.app.replays import replay
 from agentrl.app.run_parts import RunFactories
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import AnyPolicy, OpponentPoolPolicy, PolicyConfig
@@ -42,7 +43,7 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, ToolEntry, TurnEntry, decode_entries
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, decode_entries
 from agentrl.journal.reader import AT_END, TurnLogReader, load_fork_prefix, referred_journal
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG, run_argument
@@ -54,12 +55,9 @@ if TYPE_CHECKING:
 
 _VERSION = re.compile(r"(?P<policy>[^@/]+)@((?P<lineage>\d{1,9})\.)?(?P<step>\d{1,9})")
 
-LAST_TOOL_ERROR = "last tool error"
-
 ForkStart = int | str
-"""Where a fork leaves an episode. A turn: its number, over all agents in recorded order and from the end if negative;
-or `LAST_TOOL_ERROR`, the turn whose tool call was the last to fail. A call: its id; or `AT_END`, the first call that
-the episode did not make."""
+"""Where a fork leaves an episode. A turn: its number, over all agents in recorded order and from the end if negative. A
+call: its id; one that the episode did not make stands for its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +107,9 @@ class ForkPolicies(NamedTuple):
 @outside_event_loop
 def fork(  # noqa: PLR0913 (one keyword per choice)
     run: str | Path,
-    episode_id: str,
+    episodes: str | Sequence[tuple[str, int | None]],
     *,
-    at: int,
+    at: int | Literal["change"],
     n: int = 1,
     attempt: int | None = None,
     policy: str | Path | Sequence[str | Path] = (),
@@ -121,17 +119,20 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     factories: RunFactories | None = None,
     on_progress: Callable[[str, float], None] = lambda part, share: None,
 ) -> list[EpisodeHeader]:
-    """Resample an episode from one of its turns. Nothing is trained.
+    """Resample episodes from one of their turns. Nothing is trained.
 
     Forks reuse results of children that the episode had received, and of children that have ended since; other children
     start over.
 
     Args:
         run: the run's directory, or `RUN/forks` to fork a fork.
-        episode_id: as `agentrl episode list` shows it.
-        at: the turn, counted from 0 over all agents in recorded order; negative numbers count from the end.
-        n: number of forks.
-        attempt: attempt of the episode; default: the newest.
+        episodes: the id of an episode, as `agentrl episode list` shows it; or several ids, each with an attempt or None
+            for the newest. Episodes with the same weights share an engine.
+        at: the turn, counted from 0 over all agents in recorded order; negative numbers count from the end. "change":
+            each episode's first call that differs in `environment`. Episodes without such a call, and those that the
+            environment fails before it, are not forked.
+        n: number of forks of each episode.
+        attempt: attempt of a single episode; default: the newest.
         policy: other policies, one or several: see `fork_policies`. Default: the policies of the parent, each with its
             weights as of that turn, if they are still on disk.
         edit: replaces the messages of that turn: the content of the last one, or all of them, with `role` and
@@ -146,58 +147,39 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         on_progress: receives the current part, and the share of the forks that have ended, about twice a second.
 
     Returns:
-        Results of the forks. They are in `RUN/forks`, which `agentrl episode show` reads like a run.
+        Results of the forks, in the order of their parents. They are in `RUN/forks`, which is read like a run.
 
     Raises:
         InputError: there is no such episode or turn, the weights are gone, or only the run names what it needs.
-        JournalError: the episode cannot be read.
+        JournalError: the run or an episode cannot be read.
     """
     path = Path(expand_path(run))
     received = ReceivedRun(path, overrides)
+    chosen = [(episodes, attempt)] if isinstance(episodes, str) else list(episodes)
     replacements = [policy] if isinstance(policy, str | Path) else policy
     options: list[object] = ["--at", at]
     options += ["-n", n] if n != 1 else []
     options += ["--attempt", attempt] if attempt is not None else []
     options += [option for replacement in replacements for option in ("--policy", replacement)]
     options += ["--edit", "FILE"] if edit is not None else []
-    command = received.command("episode fork", episode_id, *options, environment=environment)
-    with contextlib.closing(RunReader(path)) as reader:
-        parent = edit_fork_parent(find_parent(reader.journal, episode_id, attempt, at), edit)
-    return fork_parents(
-        [parent],
-        received=received,
-        command=command,
-        n=n,
-        policies=replacements,
-        environment=environment,
-        factories=factories,
-        on_progress=on_progress,
-    )
-
-
-def fork_parents(
-    parents: Sequence[ForkParent],
-    *,
-    received: ReceivedRun,
-    command: str,
-    n: int = 1,
-    policies: Sequence[str | Path] = (),
-    environment: type | str | None = None,
-    factories: RunFactories | None = None,
-    on_progress: Callable[[str, float], None] = lambda part, share: None,
-) -> list[EpisodeHeader]:
-    """Play `n` forks of each parent; parents with the same weights share an engine. For the arguments see `fork`.
-
-    Returns:
-        Results of the forks, in the order of their parents.
-
-    Raises:
-        InputError: weights are gone, or only the run names what it needs.
-        JournalError: the run cannot be read.
-    """
-    path = received.run
+    command = received.command("episode fork", *[name for name, _ in chosen[:1]], *options, environment=environment)
+    starts: list[tuple[str, int | None, ForkStart]] = []
+    if at == "change":
+        if environment is None:
+            raise InputError("--at change forks where changed code differs: name it with --environment new.py:Class")
+        replays = replay(
+            path, chosen, environment=environment, overrides=overrides, factories=factories, on_progress=on_progress
+        )
+        starts += [
+            (each.episode, each.attempt, each.call) for each in replays if each.outcome == "departed" and each.call
+        ]
+    else:
+        starts += [(name, its_attempt, at) for name, its_attempt in chosen]
     with contextlib.closing(RunReader(path)) as reader:
         info, recorded_settings = reader.info(), reader.log.config()
+        parents = [edit_fork_parent(find_parent(reader.journal, *start), edit) for start in starts]
+    if not parents:
+        return []
     use = FORK if factories is None else FORK.without_models()
 
     def choose_code(command: str, parent: ForkParent = parents[0]) -> type[Environment]:
@@ -212,7 +194,7 @@ def fork_parents(
 
     config = received.config(recorded_settings, use, command, choose_code)
     check_models_unchanged(model_paths(config), info.get("models"), ignored=use.ignored)
-    directory = forks_directory(path, info)
+    directory = path if info.get("forks") else path / FORKS  # forks of forks are written beside them
     refuse_links(directory)
     info_fields = {"name": f"forks of {directory.parent.name}", "forks": True, "code": info.get("code", {})}
     groups: dict[str, tuple[type[Environment], ForkPolicies, list[int]]] = {}
@@ -220,18 +202,18 @@ def fork_parents(
     for number, parent in enumerate(parents):
         environment_class = choose_code(command, parent)
         known_parents.append(replace(parent, task=received.task(environment_class, parent.task, command)))
-        chosen = fork_policies(config.policies, parent, policies, received)
-        key = repr((environment_class, chosen))
-        groups.setdefault(key, (environment_class, chosen, []))[2].append(number)
+        policies = fork_policies(config.policies, parent, replacements, received)
+        key = repr((environment_class, policies))
+        groups.setdefault(key, (environment_class, policies, []))[2].append(number)
     received.remember_weights(
-        weights for _, chosen, _ in groups.values() for weights in chosen.weights if weights.version.lineage < 0
+        weights for _, policies, _ in groups.values() for weights in policies.weights if weights.version.lineage < 0
     )
     headers: dict[int, list[EpisodeHeader]] = {}
-    for position, (environment_class, chosen, numbers) in enumerate(groups.values(), 1):
+    for position, (environment_class, policies, numbers) in enumerate(groups.values(), 1):
         prefix = f"weights {position} of {len(groups)}: " if len(groups) > 1 else ""
         played = event_loop.run(
             _fork(
-                *(config, environment_class, [known_parents[number] for number in numbers], directory, n, chosen),
+                *(config, environment_class, [known_parents[number] for number in numbers], directory, n, policies),
                 *(factories or RunFactories(), info_fields),
                 partial(_report_group, on_progress, prefix),
             )
@@ -239,11 +221,6 @@ def fork_parents(
         for place, number in enumerate(numbers):
             headers[number] = played[place * n : (place + 1) * n]
     return [header for number in range(len(parents)) for header in headers[number]]
-
-
-def forks_directory(run: Path, info: Mapping[str, Any]) -> Path:
-    """Return the directory of a run's forks; forks of forks are written beside them."""
-    return run if info.get("forks") else run / FORKS
 
 
 def _report_group(on_progress: Callable[[str, float], None], prefix: str, part: str, share: float) -> None:
@@ -265,12 +242,8 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: ForkSta
     all_entries = entries if begin.fork is None else [*load_fork_prefix(journal, begin.fork), *entries]
     bodies = decode_entries(all_entries)
     places = [place for place, body in enumerate(bodies) if isinstance(body, TurnEntry)]
-    if at == LAST_TOOL_ERROR:
-        place = _turn_of_last_tool_error(all_entries, bodies)
-        if place is None:
-            raise InputError(f"no tool call of episode {episode_id} failed")
-    elif isinstance(at, str):
-        place = _place_of_call(all_entries, at, episode_id)
+    if isinstance(at, str):
+        place = next((place for place, entry in enumerate(all_entries) if entry.call_id == at), len(all_entries))
     elif -len(places) <= at < len(places):
         place = places[at]
     else:
@@ -288,28 +261,6 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: ForkSta
         turns=[body for body in bodies[: last_turn + 1] if isinstance(body, TurnEntry)],
         ancestors=tuple(points.values()),
     )
-
-
-def _place_of_call(entries: Sequence[JournalEntry], call: str, episode_id: str) -> int:
-    """Return the place of a call among the entries of an episode."""
-    if call == AT_END:
-        return len(entries)
-    place = next((place for place, entry in enumerate(entries) if entry.call_id == call), None)
-    if place is None:
-        raise InputError(f"episode {episode_id} has no call {call}")
-    return place
-
-
-def _turn_of_last_tool_error(entries: Sequence[JournalEntry], bodies: Sequence[EntryBody]) -> int | None:
-    """Return the place of the turn whose tool call failed, for the last such call; None if no tool call failed."""
-    for place in reversed(range(len(bodies))):
-        body = bodies[place]
-        if isinstance(body, ToolEntry) and body.outcome != "ok":
-            branch = entries[place].call_id.rpartition("#")[0]
-            for before in reversed(range(place)):
-                if isinstance(bodies[before], TurnEntry) and entries[before].call_id.rpartition("#")[0] == branch:
-                    return before
-    return None
 
 
 def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]] | None) -> ForkParent:
@@ -669,7 +620,7 @@ def ended_child_episodes(parent: ForkParent) -> dict[str, EpisodeHeader]:
     for point in parent.ancestors:
         log = SqliteRunLog(Path(point.journal))
         try:
-            headers.update(log.ended_children({point.episode_id}))
+            headers.update(log.ended_children(point.episode_id))
         finally:
             log.close()
     return headers

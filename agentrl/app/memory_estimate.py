@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.engines import weight_file_bytes
 from agentrl.app.policies import (
     adapter_slots_needed,
-    has_expert_adapters,
     largest_lora_rank,
     merged_policies,
     serves_only_adapters,
 )
 from agentrl.config.devices import device_plan
 from agentrl.config.run import RunConfig
-from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError, InputError, PredictionError
 from agentrl.core.machine import GIB, Gpu, machine_memory, process_memory_bytes
 from agentrl.core.setting_paths import value_at
@@ -33,7 +31,6 @@ from agentrl.core.text import plural
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
     from agentrl.config.plans import BaseModelPlan, EnginePlan, TrainerPlan
-    from agentrl.config.scorers import ScorerConfig
     from agentrl.engines.weights.reading import EngineMemoryEstimate
     from agentrl.learn.memory_prediction import TrainerMemoryPredictor
 
@@ -190,14 +187,13 @@ def estimate_memory(engine: EnginePlan, trainer: TrainerPlan, prompts: Sequence[
     devices = device_plan(engine.demand)
     trainer_parts = _trainer(trainer, prompts, on_gpu=bool(devices.gpus))
     parts = list(trainer_parts)
+    prompt = _mean_length(prompts)
+    filled = min((prompt + _expected_sampled(trainer, prompt)) / trainer.max_context, 1.0)
     for number, base in enumerate(engine.bases):
-        engine_parts = _engine(engine, base, devices, number * engine.engine.count)
+        engine_parts = _engine(engine, base, devices, number * engine.engine.count, filled)
         parts += engine_parts if len(engine.bases) == 1 else [_of_base(part, base.name) for part in engine_parts]
-    for scorer, section in engine.reward_models.items():
-        parts += _reward_model(scorer, section, devices)
     if devices.gpus:
         gpu_indices = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
-        gpu_indices |= {at for at in devices.reward_models.values() if at is not None}
         free = sum(devices.gpus[at].memory.free for at in gpu_indices)
         gpu_parts = tuple(part for part in parts if not part.offloaded)
         elsewhere = tuple(part for part in parts if part.offloaded)
@@ -494,8 +490,8 @@ def _expected_activations(plan: TrainerPlan, prompts: Sequence[Sequence[int]]) -
     predictor, ordered = _predictor(plan), sorted(map(tuple, prompts))
     size = TAUGHT_SHARE * max(policy.step_size for policy in plan.policies.values())
     longest = max(plan.max_context - plan.max_sampled, 1)
-    prompt = sum(map(len, ordered)) / len(ordered) if ordered else longest
-    sampled = SAMPLED_SHARE * min(plan.max_sampled, max(plan.max_context - prompt, 1))
+    prompt = _mean_length(prompts) or longest
+    sampled = _expected_sampled(plan, prompt)
     further = [len(tokens) - _shared_length(before, tokens) for before, tokens in itertools.pairwise(ordered)]
     per_group = sum(further) / len(further) if further else 0
     prompts_once = prompt + per_group * (max(size / plan.credit.group_size, 1) - 1)
@@ -505,6 +501,15 @@ def _expected_activations(plan: TrainerPlan, prompts: Sequence[Sequence[int]]) -
     rows = max(round(size * at_once / tokens), 1)
     length = max(round(at_once / rows), 2)
     return predictor.predict(length, rows * length).activations
+
+
+def _mean_length(prompts: Sequence[Sequence[int]]) -> float:
+    return sum(map(len, prompts)) / len(prompts) if prompts else 0.0
+
+
+def _expected_sampled(plan: TrainerPlan, prompt: float) -> float:
+    """Return the tokens that an agent is expected to sample after a prompt of a length."""
+    return SAMPLED_SHARE * min(plan.max_sampled, max(plan.max_context - prompt, 1))
 
 
 def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -569,8 +574,9 @@ def _trainer(plan: TrainerPlan, prompts: Sequence[Sequence[int]], *, on_gpu: boo
     return parts
 
 
-def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: int) -> list[MemoryPart]:
-    """Predict the engines of one base model, whose numbers in the device plan begin at `first`."""
+def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: int, filled: float) -> list[MemoryPart]:
+    """Predict the engines of one base model, whose numbers in the device plan begin at `first`; contexts are expected
+    to reach the share `filled` of their length."""
     section = plan.engine
     if plan.demand.engine_in_process:
         part = partial(MemoryPart, process=_THIS, user="engine")
@@ -592,7 +598,7 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
                 )
             )
         return vllm_parts
-    adapters, memory = adapter_slots_needed(base.policies, keeps_best=plan.keeps_best), _engine_memory(plan, base)
+    adapters, memory = adapter_slots_needed(base.policies), _engine_memory(plan, base)
     weights = part(
         name=f"weights in {memory.dtype}",
         bytes=memory.weights,
@@ -606,10 +612,17 @@ def _engine(plan: EnginePlan, base: BaseModelPlan, devices: DevicePlan, first: i
         and not devices.gpus
         and serves_only_adapters(base.policies)
     )
-    contexts = f"keys and values of {plan.slots} contexts of {section.max_context:,} tokens"
+    contexts = part(
+        name=f"keys and values of {plan.slots} contexts of {section.max_context:,} tokens",
+        bytes=memory.keys_and_values,
+        setting=_CONTEXTS,
+        is_exact=True,
+    )
+    if section.kind == "embedded" and not devices.gpus:  # they take memory as they are written
+        contexts = replace(contexts, is_exact=False, expected=int(filled * memory.keys_and_values))
     parts = [
         *([] if uses_trainers else [weights]),
-        part(name=contexts, bytes=memory.keys_and_values, setting=_CONTEXTS, is_exact=True),
+        contexts,
         part(name="logits", bytes=memory.logits, setting=_CONTEXTS),
     ]
     if adapters:
@@ -632,10 +645,8 @@ def _engine_memory(plan: EnginePlan, base: BaseModelPlan) -> EngineMemoryEstimat
         dtype=plan.dtype,
         slots=plan.slots,
         max_context=plan.engine.max_context,
-        adapter_slots=adapter_slots_needed(base.policies, keeps_best=plan.keeps_best),
+        adapter_slots=adapter_slots_needed(base.policies),
         max_rank=largest_lora_rank(base.policies.values()),
-        expert_adapters=has_expert_adapters(base.policies.values()),
-        merged_experts=any(policy.lora is not None and policy.lora.experts for policy in base.trained.values()),
     )
 
 
@@ -645,19 +656,6 @@ def _predicted_engine_memory(path: Path, changed_at: int, **sizes: Any) -> Engin
     from agentrl.engines.weights.reading import predict_engine_memory
 
     return predict_engine_memory(path, **sizes)
-
-
-def _reward_model(scorer: str, section: ScorerConfig, devices: DevicePlan) -> list[MemoryPart]:
-    from agentrl.engines.models import reward_model_kv_bytes
-
-    on_cpu = devices.gpu_of_reward_model(scorer) is None
-    part = partial(MemoryPart, process=reward_model_name(scorer), offloaded=bool(devices.gpus) and on_cpu)
-    cache_bytes = section.cache_tokens * reward_model_kv_bytes(section.reward_model)
-    name, setting = f"keys and values of {section.cache_tokens:,} tokens", f"a smaller scorers.{scorer}.cache_tokens"
-    return [
-        part(name="weights", bytes=weight_file_bytes(section.reward_model), is_exact=True),
-        part(name=name, bytes=cache_bytes, setting=setting),
-    ]
 
 
 def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:

@@ -24,7 +24,6 @@ from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
 from agentrl.core.files import (
-    DELTA_FILES,
     STAGING,
     link_or_copy,
     open_regular,
@@ -34,11 +33,10 @@ from agentrl.core.files import (
     sha256_of,
 )
 from agentrl.core.setting_paths import value_at
-from agentrl.core.weight_deltas import WeightDeltaError, make_whole
 
 Setting = tuple[str, ...]
 """Path of a setting, such as `("policies", "solver", "reference")`."""
-_FILES = ("*.safetensors", "delta.bin", "*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model")
+_FILES = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model")
 """Patterns of the files that determine what a model computes."""
 _SOURCES = "sources.json"
 _MAX_SOURCES_BYTES = 1 << 20
@@ -50,22 +48,20 @@ def model_paths(config: RunConfig) -> dict[Setting, str]:
     for name, policy in config.of_kind(LocalPolicy).items():
         for key in ("model", "reference", "path"):
             paths["policies", name, key] = getattr(policy, key, "")
-    for name, scorer in config.reward_models.items():
-        paths["scorers", name, "reward_model"] = scorer.reward_model
     return {setting: path for setting, path in paths.items() if path}
 
 
 def with_model_paths(config: RunConfig, paths: Mapping[Setting, str]) -> RunConfig:
     """Return the configuration with other directories of models."""
-    sections: dict[str, dict[str, Any]] = {"policies": dict(config.policies), "scorers": dict(config.scorers)}
+    policies: dict[str, Any] = dict(config.policies)
     model = config.model
     for setting, path in paths.items():
         if setting == ("model", "path"):
             model = model.model_copy(update={"path": path})
         else:
-            section, name, key = setting
-            sections[section][name] = sections[section][name].model_copy(update={key: path})
-    return config.model_copy(update={"model": model, **sections})
+            _, name, key = setting
+            policies[name] = policies[name].model_copy(update={key: path})
+    return config.model_copy(update={"model": model, "policies": policies})
 
 
 # --- versions of other runs -------------------------------------------------------------------------------------------
@@ -127,10 +123,10 @@ def keep_models(config: RunConfig, run: Path) -> RunConfig:
         for name, (real_path, *_) in sources.items():
             _link_files(Path(real_path), directory / name)
         replace_file(directory / _SOURCES, json.dumps(sources).encode())
-    except (OSError, WeightDeltaError) as error:
+    except OSError as error:
         raise StorageError(
             f"{directory}: cannot keep a copy of another run's version "
-            f"({(isinstance(error, OSError) and error.strerror) or error}). Copy the version "
+            f"({error.strerror or error}). Copy the version "
             "to a directory of your own, and start from there"
         ) from error
     return with_model_paths(config, kept)
@@ -142,12 +138,10 @@ def _is_version(path: Path) -> bool:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Link the files of a version, which never change. On another file system copy them; make a delta whole."""
+    """Link the files of a version, which never change. On another file system copy them."""
     target.mkdir()
-    make_whole(source, into=target)
     for file in source.iterdir():
-        is_needed = file.name not in DELTA_FILES and not file.name.startswith(STAGING)
-        if is_needed and file.is_file() and not (target / file.name).exists():
+        if file.is_file() and not file.name.startswith(STAGING):
             link_or_copy(file, target / file.name)
 
 

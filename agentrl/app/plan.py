@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from agentrl.app.engines import check_vllm_usable, installed_version
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.app.policies import (
     adapter_slots_needed,
-    check_context_ranks,
     check_expert_adapters,
     check_fill,
     check_held,
@@ -38,7 +38,8 @@ from agentrl.config.plans import EnginePlan, RolloutPlan, TrainerPlan
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig, run_parts
 from agentrl.core import machine
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.files import count_parameters
 from agentrl.core.machine import install_command
 from agentrl.core.model_layers import check_slot_layers
 from agentrl.core.parts import check_compatible
@@ -101,14 +102,13 @@ class RunPlan:
         units = ", ".join(f"{plural(count, 'unit')} of {name}" for name, count in demand.units.items())
         yield f"group: {plural(demand.episodes, 'episode')} with {units}"
         for base in self.engine.bases:
-            adapters = plural(adapter_slots_needed(base.policies, keeps_best=self.engine.keeps_best), "adapter")
+            adapters = plural(adapter_slots_needed(base.policies), "adapter")
             refresh = ", ".join(sorted({self.engine.refresh[name] for name in base.policies}))
             kind, slots = self.engine.engine.kind, plural(self.engine.slots, "slot")
             yield f"engine of {base.name}: {kind}, {slots}, {adapters}, refresh {refresh}"
         steps = ", ".join(f"{plural(count, 'step')} of {name}" for name, count in self.trainer.steps.items())
         trainer = self.trainer.trainer
-        groups = f" in context groups of {trainer.context_ranks}" if trainer.context_ranks > 1 else ""
-        yield f"trainer: {plural(trainer.ranks, 'rank')}{groups}, {steps}"
+        yield f"trainer: {plural(trainer.ranks, 'rank')}, {steps}"
         yield from device_plan(self.engine.demand).lines()
 
     def warnings(self, *, whole_groups: bool) -> list[str]:
@@ -124,7 +124,7 @@ class RunPlan:
 
 
 def check_trees(root: type[Environment], config: RunConfig, learners: Mapping[str, PolicyConfig]) -> None:
-    """Refuse settings under which branches, probes or roulette of an environment would bias training.
+    """Refuse settings under which branches of an environment would bias training.
 
     Args:
         root: the environment.
@@ -136,7 +136,7 @@ def check_trees(root: type[Environment], config: RunConfig, learners: Mapping[st
     """
     check_tree_declarations(root)
     if trees := list(tree_parts(root)):
-        declarations = load_declarations(config.trainer.loss, config.credit.advantage, config.scorers)
+        declarations = load_declarations(config.trainer.loss, config.credit.advantage)
         check_compatible([*trees, *run_parts(config, learners, declarations)])
 
 
@@ -187,12 +187,6 @@ def resolve(config: RunConfig, environment: type[Environment]) -> RunPlan:
         raise ConfigError(
             f"credit.group_size = {size} is larger than max_in_flight = {config.max_in_flight}, so no group could "
             "start: raise max_in_flight, or lower credit.group_size"
-        )
-    if 0 < config.max_in_flight_per_task < size:
-        raise ConfigError(
-            f"credit.group_size = {size} is larger than max_in_flight_per_task = {config.max_in_flight_per_task}, so "
-            f"no group could start: set max_in_flight_per_task = {size} or more, or 0 for no limit, or lower "
-            "credit.group_size"
         )
     return RunPlan(settings=config, environment=environment, seats=seats, demands=demands, staleness=staleness)
 
@@ -260,11 +254,10 @@ def with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> tuple[
 
     Raises:
         ModelError: a directory holds no model that can be trained, and served by the engine.
-        ConfigError: not even short contexts fit into memory, turns are longer than the contexts, or the context ranks
-            cannot divide a model's heads.
+        ConfigError: not even short contexts fit into memory, or turns are longer than the contexts.
         InputError: the driver does not list the GPUs.
     """
-    check_context_ranks(config.trainer_plan)
+    config = with_learning_rates(config, before)
     config, engine_line = with_chosen_engine(config, before)
     check_quantized_models(config)
     check_vllm_models(config.engine_plan)
@@ -324,6 +317,33 @@ def chosen_dtype(
         stacklevel=2,
     )
     return plan.dtype, ""
+
+
+LEARNING_RATES = ((1e7, 2e-3, 3e-4), (3e8, 3e-4, 3e-5), (5.5e8, 1e-4, 1e-5), (1.2e9, 3e-5, 3e-6), (inf, 1e-5, 1e-6))
+"""Default learning rates of adapters and of full weights, for models of up to so many parameters.
+docs/how-to/settings.md names the run that each row comes from."""
+
+
+def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with a learning rate by model size for each policy that sets none.
+
+    Args:
+        config: configuration of the run, with local model directories.
+        before: the configuration with which the run was started, as data, whose rates are kept; empty for a new run.
+    """
+    policies = {}
+    for name, policy in config.trained.items():
+        if "learning_rate" not in policy.model_fields_set:
+            rate = value_at(before, "policies", name, "learning_rate")
+            if not (isinstance(rate, float) and 0 < rate < inf):  # a new run, or a damaged record
+                try:
+                    parameters = count_parameters(Path(config.base_of(name)))
+                except ModelError:  # loading the model reports it
+                    continue
+                _, adapter, full = next(row for row in LEARNING_RATES if parameters <= row[0])
+                rate = full if policy.lora is None else adapter
+            policies[name] = policy.model_copy(update={"learning_rate": rate})
+    return config.model_copy(update={"policies": {**config.policies, **policies}})
 
 
 def with_chosen_engine(config: RunConfig, before: Mapping[str, Any]) -> tuple[RunConfig, str]:

@@ -24,26 +24,23 @@ from agentrl.config.combinations import (
     BRANCHES,
     CAPTURED_FILTERS,
     CAPTURED_ROUTING,
-    PROBES,
     REFRESHES,
-    ROULETTE,
     running_engine_part,
 )
 from agentrl.config.fields import base_model_display_name
-from agentrl.config.plans import BaseModelPlan, EnginePlan, RolloutPlan, SeatAssignment, TrainerPlan
+from agentrl.config.plans import BaseModelPlan, EnginePlan, RolloutPlan, SeatAssignment
 from agentrl.config.policies import AnyPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import ModelConfig, SamplingConfig
 from agentrl.core import machine
 from agentrl.core.errors import ConfigError, EngineError, InputError
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES, expand_path, read_json, read_whole, sha256_of
+from agentrl.core.files import WEIGHT_FILES, expand_path, read_json, read_whole, sha256_of
 from agentrl.core.model_layers import config_parts
 from agentrl.core.parts import Part, check_compatible
 from agentrl.core.ports import ChatFormat, EngineCapabilities
-from agentrl.core.quantization import check_quantization, quantization_method, read_quantization
+from agentrl.core.quantization import check_quantization
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
-from agentrl.core.weight_deltas import WeightDeltaError, digest_of_version
 from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import root_environments
@@ -162,30 +159,19 @@ def check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int
 
 
 def check_tree_declarations(root: type[Environment]) -> None:
-    """Refuse branches, probes and roulette where episodes cannot have them.
+    """Refuse branches where episodes cannot have them.
 
     Raises:
         ConfigError: the message names the declaration.
     """
     children = [child for child, _ in _descendants(root)]
     for environment in [root, *children]:
-        for kind, number in (("branches", environment.branches), ("probes", environment.probes)):
-            if number < 0:
-                raise ConfigError(f"{environment.__name__}.{kind} is {number}; it must not be negative")
-    if any(child.branches or child.probes for child in children):
+        if environment.branches < 0:
+            raise ConfigError(f"{environment.__name__}.branches is {environment.branches}; it must not be negative")
+    if any(child.branches for child in children):
         raise ConfigError(
             f"{root.__name__} spawns episodes with branches, and only episodes that a group starts with may branch: "
-            "set branches = 0 and probes = 0 in the child environment"
-        )
-    if root.probes and child_environments(root):
-        raise ConfigError(
-            f"{root.__name__} declares probes = {root.probes} and child episodes in fan_out. Children of a probe would "
-            "be trained: set probes = 0, or remove fan_out"
-        )
-    if any(child.roulette for child in children):
-        raise ConfigError(
-            f"{root.__name__} spawns episodes with roulette, whose weighted rewards it would read: set roulette = "
-            "False in the child environment"
+            "set branches = 0 in the child environment"
         )
 
 
@@ -193,10 +179,6 @@ def tree_parts(root: type[Environment]) -> Iterator[Part]:
     """Yield the declarations of an environment that other parts of a run must fit."""
     if root.branches:
         yield BRANCHES._replace(setting=f"{root.__name__}.branches = {root.branches}")
-    elif root.probes:
-        yield PROBES._replace(setting=f"{root.__name__}.probes = {root.probes}")
-    if root.roulette:
-        yield ROULETTE._replace(setting=f"{root.__name__}.roulette = True")
 
 
 def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tuple[type[Environment], int]]:
@@ -215,9 +197,9 @@ def lease_limits(trained: Mapping[str, PolicyConfig]) -> dict[str, int]:
 def check_held(
     policies: Mapping[str, AnyPolicy], assignment: SeatAssignment, environment: type[Environment], seats: Sequence[str]
 ) -> None:
-    """Check that every policy that is no judge holds a seat, and that at least one learns."""
+    """Check that every policy holds a seat, and that at least one learns."""
     holders = assignment.policies_of(seats)
-    for name in assignment.players:
+    for name in assignment.policies:
         if name not in holders:
             raise ConfigError(
                 f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
@@ -237,7 +219,7 @@ def check_engine_capabilities(plan: EnginePlan, capabilities: EngineCapabilities
         ConfigError: the engine lacks one; the message names the setting and the engine.
     """
     policies = {name: policy for base in plan.bases for name, policy in base.policies.items()}
-    adapters = adapter_slots_needed(policies, keeps_best=plan.keeps_best)
+    adapters = adapter_slots_needed(policies)
     refreshes = {plan.refresh[name] for base in plan.bases for name in base.trained}
     parts = [REFRESHES[refresh] for refresh in sorted(refreshes)]
     parts += [CAPTURED_ROUTING] * plan.engine.capture_routing + [CAPTURED_FILTERS] * bool(plan.filtered)
@@ -347,29 +329,16 @@ def hidden_tools_line(policies: Sequence[str], tools: str) -> str:
 
 
 def check_quantized_models(config: RunConfig) -> None:
-    """Refuse quantized checkpoints that trainer or embedded engine cannot read, and full weights of those that vLLM
-    serves: its layers are those of the checkpoint, and take no 16-bit weights.
+    """Refuse quantized checkpoints, except those that vLLM serves to policies that do not learn.
 
     Raises:
-        ConfigError: the message names the setting or policy.
-        ModelError: the weights are quantized by a method that is not read; the message names the directory.
+        ModelError: the message names the directory and the method.
     """
     on_vllm = config.engine.kind == "vllm"
     frozen = {base.path for base in config.bases if on_vllm and not base.trained}
     for path in dict.fromkeys(model_paths(config).values()):
         if os.path.realpath(path) not in frozen:
             check_quantization(Path(path))
-    for base in config.bases if on_vllm else ():
-        quantization = read_quantization(Path(base.path))
-        for name, policy in base.trained.items():
-            if quantization and (policy.lora is None or policy.lora.merge):
-                what = "all weights" if policy.lora is None else "a merged adapter"
-                raise ConfigError(
-                    f"policies.{name}: vLLM serves {base.path} with quantized layers "
-                    f"({quantization_method(quantization)}), which cannot take {what} in 16 bits. Train an adapter "
-                    f"(policies.{name}.lora.rank = 16, without merge), give a 16-bit copy of the model, or set "
-                    "engine.vllm = false for the embedded engine"
-                )
 
 
 def check_vllm_models(plan: EnginePlan) -> None:
@@ -408,32 +377,8 @@ def check_vllm_models(plan: EnginePlan) -> None:
             )
 
 
-def check_context_ranks(plan: TrainerPlan) -> None:
-    """Refuse context ranks among which a model's key-value heads cannot be divided, before weights are loaded.
-
-    Raises:
-        ConfigError: the message names the model and its heads.
-        ModelError: a configuration cannot be read.
-    """
-    ranks = plan.trainer.context_ranks
-    if ranks == 1:
-        return
-    from agentrl.engines.models import key_value_heads
-
-    references = (Path(policy.reference) for policy in plan.policies.values() if policy.reference)
-    models = [path for path in references if (path / "config.json").is_file()]  # others are adapters of the bases
-    for path in (*(Path(base.path) for base in plan.bases if base.trained), *models):
-        for heads in key_value_heads(path):
-            if heads % ranks:
-                raise ConfigError(
-                    f"trainer.context_ranks = {ranks} does not divide the {heads} key-value heads of {path}, and each "
-                    f"context rank computes the attention of as many: choose a divisor of {heads}"
-                )
-
-
 def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: bool) -> None:
-    """Refuse adapters on experts where there are none, and on any layer of a mixture where the engine cannot serve
-    them.
+    """Refuse adapters on a mixture of experts where the engine cannot serve them.
 
     A model that is not downloaded yet is checked once it is.
 
@@ -448,15 +393,13 @@ def check_expert_adapters(bases: Iterable[BaseModelPlan], *, is_vllm_on_cpu: boo
     for name, policy, path in (
         (name, policy, Path(base.path)) for base in bases for name, policy in base.trained.items()
     ):
-        if policy.lora is None or not (policy.lora.experts or is_vllm_on_cpu):
+        if policy.lora is None or policy.lora.merge or not is_vllm_on_cpu:
             continue
         key, settings = f"policies.{name}.lora", read_json(path / "config.json")
         numbers = {each: n for part in config_parts(settings) for each, n in part.items()}.items()
         # Dense models may have these settings too, as null, 0 or 1.
         has_experts = any("expert" in each and isinstance(n, int | list) and n not in (0, 1) for each, n in numbers)
-        if policy.lora.experts and settings and not has_experts:
-            raise ConfigError(f"{key}.experts = true: {path} is not a mixture of experts. Remove the setting")
-        if is_vllm_on_cpu and has_experts and not policy.lora.merge:
+        if has_experts:
             raise ConfigError(
                 f"{key}: without a GPU vLLM serves no adapters of a mixture of experts, on whichever layers. Set "
                 f"engine.vllm = false for the embedded engine, or {key}.merge = true"
@@ -478,12 +421,8 @@ def check_tokenizers(plan: EnginePlan) -> None:
                 if not reference.is_dir():
                     raise InputError(f"policies.{name}.reference: there is no directory {reference}")
                 if not any(reference.glob("*.safetensors")):
-                    is_delta = (reference / DELTA_FILES[0]).is_file()
                     raise InputError(
-                        f"policies.{name}.reference: {reference} is stored as changes since another version; give its "
-                        "run's policies/NAME or best/NAME, which is whole"
-                        if is_delta
-                        else f"policies.{name}.reference: {reference} has no weights (no *.safetensors); give the "
+                        f"policies.{name}.reference: {reference} has no weights (no *.safetensors); give the "
                         "directory of a model, or of an adapter such as another run's policies/NAME"
                     )
                 why = "a reference scores the policy's own tokens"
@@ -568,13 +507,11 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
     directory = Path(expand_path(directory)).resolve()
     kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
     for kind in kinds:
-        if (directory / WEIGHT_FILES[kind][0]).is_file() or (kind == "full" and (directory / DELTA_FILES[0]).is_file()):
+        if (directory / WEIGHT_FILES[kind][0]).is_file():
             try:
-                digest = digest_of_version(directory, kind)
+                digest = sha256_of(*(directory / name for name in WEIGHT_FILES[kind]))
             except OSError as error:
                 raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
-            except WeightDeltaError as error:
-                raise InputError(f"{error}; give another version") from error
             # Lineage -1 marks weights from a user; their step comes from their digest. No run publishes such versions,
             # so tokens recorded with them are never mistaken for a run's.
             version = PolicyVersion(policy, -1, 1 + int(digest[:8], 16))
@@ -646,14 +583,13 @@ async def serve_configured_weights(
             raise InputError(f"{weights.path} does not fit {base}: {error}") from error
 
 
-def adapter_slots_needed(policies: Mapping[str, AnyPolicy], *, keeps_best: bool) -> int:
-    """Return the number of adapters that an engine of these policies must be able to serve at once; `keeps_best` is
-    `EnginePlan.keeps_best`."""
+def adapter_slots_needed(policies: Mapping[str, AnyPolicy]) -> int:
+    """Return the number of adapters that an engine of these policies must be able to serve at once."""
     slots = 0
     for policy in policies.values():
         match policy:
             case PolicyConfig() if policy.served_adapter is not None:
-                slots += policy.largest_staleness + 2 + keeps_best
+                slots += policy.largest_staleness + 2
             case FrozenPolicy():
                 slots += adapter_rank(policy) > 0
             case OpponentPoolPolicy():
@@ -689,17 +625,6 @@ def largest_lora_rank(policies: Iterable[AnyPolicy]) -> int:
         elif isinstance(policy, FrozenPolicy):
             ranks.append(adapter_rank(policy))
     return max(ranks)
-
-
-def has_expert_adapters(policies: Iterable[AnyPolicy]) -> bool:
-    """Whether a served adapter is on experts."""
-    return any(
-        (policy.served_adapter is not None and policy.served_adapter.experts)
-        if isinstance(policy, PolicyConfig)
-        else (_has_adapter(policy) and bool(_adapter_config(Path(policy.path)).get("target_parameters")))
-        for policy in policies
-        if isinstance(policy, PolicyConfig | FrozenPolicy)
-    )
 
 
 def _has_adapter(policy: FrozenPolicy) -> bool:

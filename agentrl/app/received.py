@@ -37,7 +37,7 @@ from agentrl.config.sections import FunctionConfig
 from agentrl.core.choices import Choices, run_root
 from agentrl.core.errors import EnvironmentDefinitionError, InputError, JournalError
 from agentrl.core.files import refuse_links_below
-from agentrl.core.records import EpisodeSpec, GroupStart, Task, WeightsRef
+from agentrl.core.records import EpisodeSpec, Task, WeightsRef
 from agentrl.core.setting_paths import set_value
 from agentrl.core.text import escape_line
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, TaskSource
@@ -181,47 +181,10 @@ def remember_run(
                 values.append(selection.value)
         all_tasks = _distinct((*before.tasks, *tasks))
         known = {**before.environments, **environments}
-        start_from = config.environment.start_from
-        began_from = [] if start_from is None else [str(run_root(Path(start_from.run)))]
-        all_runs = [*before.runs, *(other for other in began_from if other not in before.runs)]
-        Choices(before.run, settings, before.named, known, all_tasks, all_runs).save()
+        Choices(before.run, settings, before.named, known, all_tasks).save()
     except InputError as error:
         return [f"replays and forks of this run will ask for what it uses: {error}"]
     return []
-
-
-def remember_recorded_turns(run: Path, environment: type[Environment], starts: Iterable[GroupStart]) -> None:
-    """Remember the runs and tasks of the recorded turns that this user's run begins from.
-
-    Raises:
-        InputError: the user's state directory cannot be read or written.
-    """
-    choices = Choices.of(run)
-    tasks, runs = list(choices.tasks), list(choices.runs)
-    for start in starts:
-        selected = selected_by_task(root_environment_of_task(environment, start.task.id), start.task)
-        other = "" if start.point is None else str(run_root((run / "journal" / start.point.journal).parent))
-        tasks += [selected] if selected and selected not in tasks else []
-        runs += [other] if other and other not in runs else []
-    replace(choices, tasks=tasks, runs=runs).save()
-
-
-def check_recorded_turns(run: Path, environment: type[Environment], starts: Iterable[GroupStart]) -> None:
-    """Check that this user's run began from the recorded turns in its directory.
-
-    Raises:
-        InputError: only the run's directory names them.
-    """
-    choices = Choices.of(run)
-    for start in starts:
-        selected = selected_by_task(root_environment_of_task(environment, start.task.id), start.task)
-        try:
-            if start.point is not None:
-                referred_journal(run / "journal", start.point.journal)
-        except JournalError as error:
-            raise InputError(f"recorded turns of {run}: {error}") from error
-        if selected not in ({}, *choices.tasks):
-            raise InputError(f"recorded turns of {run}: only the run names {format_short(selected)}")
 
 
 def selected_by_task(environment: type[Environment], task: Task) -> dict[str, Any]:

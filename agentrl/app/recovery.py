@@ -16,12 +16,9 @@ import contextlib
 import inspect
 import os
 import shlex
-import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.plan import RunPlan
@@ -31,12 +28,13 @@ from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import Kind
-from agentrl.core.errors import EngineError, JournalError, RunDirectoryError, StorageError, is_user_code
+from agentrl.core.errors import EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.machine import library_versions
 from agentrl.core.ports import Trainer
 from agentrl.core.records import (
     EpisodeSpec,
+    Lines,
     PolicyVersion,
     dropped_header,
 )
@@ -44,15 +42,17 @@ from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, SeatRole
 from agentrl.environment.environment import Environment
 from agentrl.environment.harness import HarnessEnvironment
+from agentrl.environment.loaded_code import modules_below
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
-from agentrl.journal.entries import BeginEntry, TurnEntry, code_digest, decode_entries
+from agentrl.journal.entries import BeginEntry, code_digest, decode_entries
 from agentrl.journal.past_run import PastRun
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
-from agentrl.orchestrator.tree_leases import tree_holder, unfinished_tree_members
+from agentrl.orchestrator.tree_leases import tree_holder
 from agentrl.orchestrator.versions import BATCHES, NOT_MEASURED, BestRunningMean, PolicyBoard, ServedVersions, publish
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ async def _drop_refused(
     """Drop the unfinished episodes that cannot be resumed; returns their number."""
     refused = [(spec, reason) for spec in unfinished if (reason := refusal(spec))]
     for spec, reason in refused:
-        await store.commit_episode(spec, dropped_header(spec, "code_changed"), b"", {}, reason)
+        await store.commit(EpisodeEnd(spec, dropped_header(spec, "code_changed"), b"", {}, reason))
     if refused:
         tell(f"{plural(len(refused), 'unfinished episode')} dropped as code_changed: {refused[0][1]}")
         await store.flush()
@@ -253,7 +253,8 @@ class ResumeCheckpoint:
             parent = None if self.manifest is None else self.manifest.versions[name]
             weights = await publish(trainer, journal, version, parent, step=None)
             await served_versions.make_current(weights)
-        return await start_opponent_pools(plan.settings.of_kind(OpponentPoolPolicy), served_versions, older)
+        pools = plan.settings.of_kind(OpponentPoolPolicy)
+        return await start_opponent_pools(pools, served_versions, older, journal.lines())
 
     def past_run(self, plan: RunPlan, journal: RunLog) -> PastRun:
         """Read the past of the run up to this checkpoint.
@@ -262,9 +263,8 @@ class ResumeCheckpoint:
             JournalError: the journal is damaged.
             StorageError: tokens of episodes to be trained were pruned, because a checkpoint is missing.
         """
-        credit = plan.settings.credit
         versions = {} if self.manifest is None else self.manifest.versions
-        return PastRun(journal, versions, group_size=credit.group_size, reward_weights=credit.reward_weights)
+        return PastRun(journal, versions, group_size=plan.settings.credit.group_size)
 
 
 # --- the record of a start --------------------------------------------------------------------------------------------
@@ -326,7 +326,6 @@ def describe_start(
         suffix = "; unfinished episodes keep the old value" if change.rule.rule == "per episode" else ""
         sentences.append(f"setting {change}{suffix}")
     sentences += _changed_libraries(before, start.libraries)
-    sentences += _contexts_beyond(changed, past.unfinished, store.directory)
     for function in sorted(changed_code & code.functions.keys()):
         kind, name = code.functions[function]
         sentences.append(f"the {kind} {name} changed: later steps use the new code")
@@ -367,42 +366,6 @@ def _changed_libraries(starts: Sequence[RunStart], now: Mapping[str, str]) -> li
     return [f"versions changed since the run began: {', '.join(changes)}"] if changes else []
 
 
-def _contexts_beyond(
-    changed: Sequence[SettingDifference], unfinished: Sequence[EpisodeSpec], journal: Path
-) -> list[str]:
-    """Return a sentence about the unfinished episodes that do not fit a smaller `engine.max_context`."""
-    limits = [change.now for change in changed if change.path == ("engine", "max_context")]
-    if not limits or not isinstance(limits[0], int) or not limits[0]:
-        return []
-    lengths = _context_lengths(unfinished, journal)
-    beyond = [length for length in lengths if length >= limits[0]]
-    if not beyond:
-        return []
-    return [
-        f"engine.max_context = {limits[0]} drops or truncates {len(beyond)} of "
-        f"{plural(len(unfinished), 'unfinished episode')}, whose contexts have up to {max(beyond):,} tokens already; "
-        "to keep them, stop now and resume with a larger one"
-    ]
-
-
-def _context_lengths(specs: Sequence[EpisodeSpec], journal: Path) -> list[int]:
-    """Return the tokens of the longest recorded context of each episode that has one."""
-    reader, lengths = TurnLogReader(journal), []
-    try:
-        for spec in specs:
-            rows: Counter[tuple[str, int, int]] = Counter()
-            with contextlib.suppress(JournalError):  # the episode's worker reports the damage
-                partition = reader.partition_of(spec.episode_id, spec.attempt)
-                for entry in [] if partition is None else reader.read(partition, spec.episode_id, spec.attempt):
-                    (turn,) = decode_entries([entry])
-                    if isinstance(turn, TurnEntry):
-                        rows[turn.seat, turn.index, turn.row] += len(turn.context()) + len(turn.tokens)
-            lengths += [max(rows.values())] if rows else []
-    finally:
-        reader.close()
-    return lengths
-
-
 def _count_steps(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {step}" for name, step in steps.items())
 
@@ -410,10 +373,8 @@ def _count_steps(steps: Mapping[str, int]) -> str:
 def _played_by_other_code(past: PastRun, store: SqliteJournal, code: UserCodeDigests) -> dict[str, list[str]]:
     """Return the committed episodes with units to be trained that other code has played, by the current file."""
     keys, environments = [], {}
-    resolved = past.resolved_units({spec.episode_id for spec, _ in past.ended})
-    for spec, header in past.ended:
-        policies = {trajectory.policy for trajectory in header.trajectories}
-        if header.location is None or all((policy, spec.episode_id) in resolved for policy in policies):
+    for spec, header in past.ready:
+        if header.location is None:
             continue
         keys.append(AttemptLocation(header.location.partition, spec.episode_id, spec.attempt))
         environments[spec.episode_id] = spec.environment
@@ -505,17 +466,9 @@ def changed_imports(environment: type[Environment], recorded: RunStart) -> list[
 def imported_digests(file: str) -> dict[str, str]:
     """Return the digest of each imported module whose file is in the directory of a file or below, without agentrl,
     Python's library and installed packages."""
-    directory, digests = os.path.join(os.path.dirname(file), ""), dict[str, str]()
-    if not os.path.isabs(directory):
-        return {}
-    for name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or name.partition(".")[0].partition("_")[0] == "agentrl":
-            continue
-        path = vars(module).get("__file__")  # no `getattr`, which lazy modules answer by an import
-        if not isinstance(path, str) or not path.endswith(".py"):
-            continue
-        path = os.path.abspath(path)
-        if path.startswith(directory) and is_user_code(path):
+    digests: dict[str, str] = {}
+    for path, names in modules_below(os.path.dirname(file)) if os.path.isabs(file) else ():
+        if names["__name__"].partition(".")[0].partition("_")[0] != "agentrl":
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 digests[path] = code_digest(Path(path).read_text(encoding="utf-8"))
     return digests
@@ -552,7 +505,7 @@ async def serve_opponents_and_pins(
         StorageError: a version was never published here.
         EngineError: the files of a version are missing or altered.
     """
-    board = PolicyBoard(versions, (), journal.parents())
+    board = PolicyBoard(versions, (), journal.lines())
     for policy, steps_behind in pinned_policy_step_lags(
         plan.trained, deterministic=plan.settings.deterministic
     ).items():
@@ -591,9 +544,17 @@ async def serve_versions_of_trees(
         past: unfinished work, from the journal.
         deterministic: whether versions are pinned for batches instead.
     """
-    ended_specs = (spec for spec, _ in past.ended)
-    for (main_id, attempt), _, version in unfinished_tree_members(past.unfinished, ended_specs, trained):
-        policy, holder = trained[version.policy], tree_holder(main_id, attempt)
+    running = {spec.episode_id: spec.attempt for spec in past.unfinished}
+    branches = [(spec, spec.fork) for spec in (*past.unfinished, *past.ended) if spec.fork is not None]
+    versions = [
+        (tree_holder(point.episode_id, point.attempt), version)
+        for spec, point in branches
+        if spec.episode_id in running or running.get(point.episode_id) == point.attempt
+        for version in spec.pins.values()
+        if version.policy in trained
+    ]
+    for holder, version in versions:
+        policy = trained[version.policy]
         if deterministic or policy.served_adapter is None or version in served_versions.pinned_by(holder):
             continue
         pinned_versions = {
@@ -618,14 +579,10 @@ async def _serve_older_opponents(
     A pool that is new in the configuration gets the versions that would have joined it, as far as their files exist.
     """
     now = board.current(pool.of)
-    initial_steps = {
-        board.at(pool.of, step) for step in opponent_pool_steps(now.step, pool.every, pool.size) if step < now.step
-    }
-    pool_steps = set(drawn_from[-pool.size :]) or initial_steps
+    joined = {board.at(pool.of, step) for step in opponent_pool_steps(now.step, pool.every, pool.size)} - {now}
+    pool_steps = set(drawn_from[-pool.size :]) or joined
     pinned_versions = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - pool_steps
-    other_versions = sorted(
-        version for version in pinned_versions if version.step < now.step and board.survives(version)
-    )
+    other_versions = sorted(each for each in pinned_versions if board.staleness(each) and board.survives(each))
     opponents = []
     for version in sorted([*pool_steps, *other_versions[-SPARE:]], key=lambda version: version.step):
         weights = journal.published(version)
@@ -643,6 +600,7 @@ async def start_opponent_pools(
     pools: Mapping[str, OpponentPoolPolicy],
     table: ServedVersions,
     older: Mapping[str, Sequence[PolicyVersion]],
+    lines: Lines,
 ) -> dict[str, list[PolicyVersion]]:
     """Return the first versions of each opponent pool: `older` ones, and the current one if it joins or the pool is
     empty.
@@ -652,9 +610,8 @@ async def start_opponent_pools(
     opponents = {}
     for name, pool in pools.items():
         pool_versions, current = list(older.get(name, ())), table.current[pool.of]
-        step = current.version.step
-        joins = step % pool.every == 0 and len(pool_versions) <= pool.size
-        if not pool_versions or (joins and pool_versions[-1].step < step):
+        joins = current.version.step % pool.every == 0 and len(pool_versions) <= pool.size
+        if not pool_versions or (joins and lines.weights(current.version) not in map(lines.weights, pool_versions)):
             await table.pin(opponent_pool_holder(name), current)
             pool_versions.append(current.version)
         opponents[name] = pool_versions

@@ -15,7 +15,7 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,8 +52,6 @@ from agentrl.core.records import (
     TrajectoryCredit,
     Unit,
     WeightsRef,
-    find_stop_reason,
-    stopped_by_limit,
 )
 from agentrl.core.text import plural
 from agentrl.credit.samples import (
@@ -76,7 +74,8 @@ from agentrl.journal.rows import ForkPrefixes, assemble_trajectories
 from agentrl.observe.run_directory import run_argument
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
 from agentrl.rollout.external.agent import external_turns_with_context, is_external_turn
-from agentrl.rollout.replay import CallNotRecordedError, ReplayHost, ReplayRunner, ReplayStoppedError
+from agentrl.rollout.replay import CallNotRecordedError, Replay, ReplayHost, ReplayStoppedError
+from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -254,18 +253,13 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
     spec = dataclasses.replace(spec, task=request.received.task(environment, spec.task, command))
     if request.rescoring:
         entries = [await _rescored_child(reader, entry, request) for entry in entries]
-    acts: list[tuple[str, str]] = []
     scratch_journal = MemoryJournal(keeps=False)
-    runner = ReplayRunner(
-        inherited=inherited_entries,
-        on_call=lambda call, words: acts.append((call, words)),
-        until=request.until,
-        rescoring=request.rescoring,
+    runner = EpisodeRunner(
         engine=_NoEngine(),
         chat_format=chat_format,
         store=scratch_journal,
         log=scratch_journal.turn_log("replay"),
-        host=ReplayHost([*inherited_entries, *entries]),
+        host=ReplayHost(),
         clock=RunFactories().clock,
         settings=dataclasses.replace(
             rollout_settings(config.rollout_plan, chat_format, config.engine.max_context or MAX_EXTERNAL_CONTEXT),
@@ -274,7 +268,17 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         ),
     )
     environment.load()
-    outcome, call, text, header, advice = await _run(runner, spec, environment, entries, turns, line)
+    on_new = Replay(request.until)
+    outcome, call, text, header, advice = await _run(
+        runner.run(
+            *(spec, environment, entries),
+            answers=turns,
+            inherited=inherited_entries,
+            regraded=request.rescoring,
+            on_new=on_new,
+        ),
+        line,
+    )
     if advice and (files := _changed_imports(reader, line, environment)):
         advice = f"Changed since the episode was recorded: {', '.join(files)}, beside the environment's file"
     before = agent_rewards(view.agents)
@@ -284,12 +288,12 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
     return msgspec.structs.replace(
         result,
         outcome=outcome,
-        calls=0 if runner.journal is None else runner.journal.reached,
+        calls=len(on_new.acts),
         recorded=len(turns) + sum(ids.has_call_number(entry.call_id) for entry in [*inherited_entries, *entries]),
         call=call,
         text=text,
         advice=advice,
-        acts=acts,
+        acts=on_new.acts,
         before=before if request.rescoring else {},
         after=after if request.rescoring else {},
     )
@@ -313,20 +317,12 @@ class _Execution(NamedTuple):
     advice: str = ""
 
 
-async def _run(
-    runner: ReplayRunner,
-    spec: EpisodeSpec,
-    environment: type[Environment],
-    entries: Sequence[JournalEntry],
-    turns: Sequence[JournalEntry],
-    line: EpisodeLine,
-) -> _Execution:
+async def _run(execution: Coroutine[Any, Any, EpisodeHeader], line: EpisodeLine) -> _Execution:
     """Execute the program over its journal."""
-    running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries, answers=turns))
     try:
-        header = await running
+        header = await asyncio.get_running_loop().create_task(execution)
     except ReplayStoppedError as stop:
-        return _Execution("stopped", runner.until, str(stop))
+        return _Execution("stopped", stop.call_id, str(stop))
     except CallNotRecordedError as end:
         if line.stop_reason is None:
             text = f"all recorded calls match; the recording ends before call {end.call_id}"
@@ -540,7 +536,7 @@ def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsR
         InputError: the weights are no longer on disk.
         StorageError: a record, or the checkpoint that holds them, is damaged.
     """
-    equal_versions = _same_weights(reader, version)
+    equal_versions = list(reader.log.lines().published_as(version))
     if version.step == 0:
         return None, "those a run begins with"
     directory = reader.path / "checkpoints"
@@ -553,17 +549,6 @@ def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsR
     raise InputError(
         f"the step started from {version}, whose weights were not kept; checkpoint.versions = 0 keeps all versions"
     )
-
-
-def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersion]:
-    """Return all versions with the same weights as `version`. There may be several: a resumed run first publishes the
-    weights it resumed from."""
-    equal_versions = [version]
-    for row in verified_control_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy):
-        older = PolicyVersion(version.policy, row["parent_lineage"], row["parent_step"])
-        if (row["lineage"], row["step"]) == equal_versions[-1][1:] and older.step == version.step:
-            equal_versions.append(older)
-    return equal_versions
 
 
 def _kept_checkpoint(
@@ -581,8 +566,9 @@ def _kept_checkpoint(
         StorageError: the checkpoint is damaged.
     """
     between: list[tuple[TrainBatch, float]] = []
+    lines = reader.log.lines()
     while True:
-        equal_versions = _same_weights(reader, version)
+        equal_versions = list(lines.published_as(version))
         checkpoint = None if version.step == 0 else find_checkpoint_of(reader.path / "checkpoints", equal_versions)
         if checkpoint is not None or version.step == 0:
             origin = "those a run begins with" if checkpoint is None else str(checkpoint.relative_to(reader.path))
@@ -594,11 +580,10 @@ def _kept_checkpoint(
                 if _learning_settings(reader, start_point.lineage) != _learning_settings(reader, lineage):
                     raise InputError(
                         f"step {start_point.step}, which lies between the newest checkpoint and this step, was taken "
-                        "with another trainer.loss, trainer.entropy_bonus or trainer.optimizer.max_grad_norm, or other "
-                        "options of credit.advantage = 'gae'"
+                        "with another trainer.loss, trainer.entropy_bonus or trainer.optimizer.max_grad_norm"
                     )
                 batch, version = _batch(reader, *key)
-                if version.step >= start_point.step:
+                if version >= start_point:
                     raise JournalError(f"the record of the step that produced {start_point} begins at {version}")
                 between.append((batch, float(json.loads(rows[0]["metrics"])["learning_rate"])))
                 break
@@ -609,12 +594,11 @@ def _kept_checkpoint(
 def _learning_settings(reader: RunReader, lineage: int) -> list[Any]:
     """Return the recorded settings that change a step's update, and that a resume may change, as data."""
     config = reader.log.config(lineage)
-    trainer, advantage = config.get("trainer", {}), config.get("credit", {}).get("advantage", {})
+    trainer = config.get("trainer", {})
     return [
         trainer.get("loss"),
         trainer.get("entropy_bonus"),
         trainer.get("optimizer", {}).get("max_grad_norm"),
-        advantage if advantage.get("name") == "gae" else None,
     ]
 
 
@@ -650,7 +634,7 @@ def _batch(reader: RunReader, policy: str, lineage: int, step: int) -> tuple[Tra
     key = (policy, lineage, step)
     (row,) = verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
     units = tuple(_units(reader, *key))
-    batch = TrainBatch(step_id=step, policy=policy, units=units, normalizer=row["normaliser"])
+    batch = TrainBatch(step_id=step, policy=policy, units=units, normalizer=row["normaliser"], lines=reader.log.lines())
     return batch, PolicyVersion(policy, row["started_lineage"], row["started_step"])
 
 
@@ -661,27 +645,25 @@ def _close(then: float | None, now: float) -> bool:
 def _step_inputs(reader: RunReader, turns: TurnLogReader, line: StepLine) -> Iterator[TrainingSample]:
     prefixes, routing = ForkPrefixes(reader.journal), RoutingReader(read_locally(reader.journal))
     batch, started_from = _batch(reader, line.policy, line.lineage, line.step)
-    masks_beyond = _masks_beyond(reader, line)
+    max_lag = _max_lag(reader, line)
     for unit in batch.units:
         key = AttemptLocation(unit.location.partition, unit.episode_id, unit.attempt, unit.location.entries)
         (entries,) = turns.read_many([key])
         rows = assemble_trajectories(entries, line.policy, prefixes.of(entries))
         samples = unit_samples(unit, *routing.attach([unit], [rows]))
-        yield from without_stale_tokens(samples, started_from, masks_beyond)[0]
+        yield from without_stale_tokens(samples, started_from, max_lag, batch.lines)[0]
 
 
-def _masks_beyond(reader: RunReader, line: StepLine) -> int | None:
-    """Return the recorded `PolicyConfig.masks_beyond` of a step's policy.
+def _max_lag(reader: RunReader, line: StepLine) -> int | None:
+    """Return the recorded `PolicyConfig.max_lag` of a step's policy.
 
     Raises:
         JournalError: the recorded value is no number of steps.
     """
     policies = reader.log.config(line.lineage).get("policies")
     policy = policies.get(line.policy) if isinstance(policies, dict) else None
-    if not isinstance(policy, dict) or policy.get("over_lag") != "mask":
-        return None
-    max_lag = policy.get("max_lag")
-    if type(max_lag) is not int or max_lag < 0:
+    max_lag = policy.get("max_lag") if isinstance(policy, dict) else None
+    if max_lag is not None and (type(max_lag) is not int or max_lag < 0):
         raise JournalError(
             f"{reader.path}: policies.{line.policy}.max_lag of the recorded configuration is no number of steps; the "
             "journal is damaged"
@@ -723,7 +705,6 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
             policy=policy,
             location=location,
             credits=tuple(agent_credits),
-            is_cut=stopped_by_limit(find_stop_reason(episode_rows[0]["stop_reason"])),
         )
 
 

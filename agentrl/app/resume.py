@@ -1,9 +1,10 @@
-"""The first look at a run that is to be resumed: with which settings, and whether it has steps left. Imports little, so
-that what cannot be resumed is refused at once."""
+"""The first look at the directory of a run: whether a new run may start there, or with which settings one resumes, and
+whether it has steps left. Imports little, so that what cannot start or be resumed is refused at once."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,13 +16,14 @@ from agentrl.app.hub import is_hub_name
 from agentrl.app.model_files import with_kept_models
 from agentrl.config.load import SettingDifference, SettingSources, changed_config, check_settings_unchanged, overlap
 from agentrl.core.control_messages import read_actions
-from agentrl.core.errors import InputError
+from agentrl.core.errors import InputError, JournalError, RunDirectoryError
 from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.run_process import read_process_state
+from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.run_process import RunProcessRecord, find_writing_process, is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE
-from agentrl.observe.run_directory import RunDirectory
+from agentrl.observe.run_directory import FILES_OF_A_START, RunDirectory
 
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
@@ -82,6 +84,42 @@ def reopen_run(config: RunConfig, path: Path, sources: SettingSources) -> Reopen
         steps_taken = f"steps ({', '.join(f'{count} of {name}' for name, count in counts.items())})"
     conclusion = f"the run has taken all {steps_taken}: nothing is left to do (--steps=M for more)"
     return ReopenedRun(live, configured, conclusion, before)
+
+
+def check_free(path: Path) -> None:
+    """Check that a run can be created at a path; a start that failed before it recorded anything does not count.
+
+    Raises:
+        RunDirectoryError: something exists there, such as a run that is running.
+    """
+    if (process := find_writing_process(path / "journal")) is not None:
+        raise RunDirectoryError(
+            f"{path} is running, in process {process}: `agentrl run view {path}` shows it, and `kill -INT {process}` "
+            "stops it; choose another --name for a new run"
+        )
+    if not _is_failed_start(path):
+        RunDirectory.check_free(path)
+
+
+def remove_failed_start(path: Path) -> None:
+    """Remove the directory of a failed start, so that a new run can take its place."""
+    if _is_failed_start(path):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_failed_start(path: Path) -> bool:
+    """Whether a directory has only what a run leaves that ended with an error, or was stopped, before its first
+    version: nothing that a later start could need."""
+    state = RunProcessRecord.read(path).state
+    if state not in ("failed", "stopped") and not (state == "running" and is_writer_dead(path)):
+        return False
+    try:
+        if any(entry.name not in FILES_OF_A_START for entry in path.iterdir()):
+            return False
+        with contextlib.closing(SqliteRunLog(path / "journal")) as log:
+            return not log.starts() and log.span() is None
+    except (OSError, JournalError):
+        return False
 
 
 def _is_open(difference: SettingDifference) -> bool:

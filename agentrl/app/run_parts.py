@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-import itertools
 import os
 import random
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.engines import (
     check_ray_installed,
-    connect_engine_to_trainer,
     engines_by_base,
-    growing_engine,
     make_engine,
 )
-from agentrl.app.scoring import find_scorer_codes, kept_scores
+from agentrl.app.scoring import find_scorer_codes
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import WorkerSetup
@@ -39,13 +37,13 @@ from agentrl.core.machine import (
     needs_reasoning_gym,
 )
 from agentrl.core.ports import ChatFormat, Engine, Trainer
-from agentrl.core.records import PolicyVersion, Score, Task
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.core.text import plural
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
-from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
-from agentrl.engines.router import EngineRouter
+from agentrl.engines.remote.client import AddressableEngine
 from agentrl.environment.environment import Environment, Split, TaskSource, checked_source
 from agentrl.environment.harness import HarnessEnvironment, missing_program
+from agentrl.environment.loaded_code import check_loaded_code
 from agentrl.environment.mixture import (
     MemberTasks,
     MixedTasks,
@@ -59,15 +57,12 @@ from agentrl.environment.mixture import (
 )
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment, prompt_messages
-from agentrl.journal.reader import TurnLogReader
 from agentrl.orchestrator.admission_limit import first_limit
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
-from agentrl.sandbox.checks import check_sandboxes
-from agentrl.sandbox.sandbox import Sandbox
+from agentrl.sandbox.sandbox import Sandbox, check_sandboxes
 
 if TYPE_CHECKING:
-    from agentrl.cluster.elastic import JoiningNodeWatcher
     from agentrl.cluster.session import RaySession
     from agentrl.config.devices import Node
     from agentrl.orchestrator.loop import Orchestrator
@@ -144,7 +139,6 @@ def make_workers(
         paths=tuple(map(os.path.abspath, sys.path)),
         capabilities=engine.capabilities,
         scorers=find_scorer_codes(plan.scorers),
-        kept_scores=_kept_scores(plan, journal),
     )
     settings = PoolSettings(
         workers=plan.workers,
@@ -165,73 +159,14 @@ def make_workers(
     )
 
 
-def _kept_scores(plan: RolloutPlan, journal: Path) -> dict[str, dict[bytes, Score]]:
-    reader = TurnLogReader(journal)
-    try:
-        return kept_scores(plan, reader.newest_scores)
-    finally:
-        reader.close()
-
-
-def watch_joining_nodes(
-    plan: EnginePlan,
-    environment: type[Environment],
-    engine: Engine,
-    trainer: Trainer,
-    versions: Mapping[str, PolicyVersion],
-    workers: WorkerPool | None,
-    clock: Clock,
-    tell: Callable[[str], None],
-) -> JoiningNodeWatcher:
-    """Start using nodes that join the run's cluster; see `JoiningNodeWatcher`.
-
-    Args:
-        plan: engines of the run.
-        environment: class of root episodes.
-        engine: the run's engine; replicas are added to it if it has several.
-        trainer: the run's trainer, which sends weights to the new replicas too.
-        versions: version of each policy with which an engine starts.
-        workers: the worker processes of the run; None: it has none.
-        clock: times the polling of the cluster.
-        tell: prints a line for the user.
-    """
-    from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
-    from agentrl.cluster.engine_actors import RayPlacement
-    from agentrl.cluster.nodes import missing_on_node
-    from agentrl.cluster.session import RaySession
-
-    address, models = plan.demand.cluster.ray_address, [base.path for base in plan.bases]
-    session, code = RaySession(address), importable_environment_code(environment)
-    session.start()
-    numbers = itertools.count(plan.engine.count * len(plan.bases))
-    process_kinds = []
-
-    def connect(engine: ProcessEngine) -> None:
-        connect_engine_to_trainer(plan, engine, next(numbers), trainer)
-
-    if workers is not None:
-        process_kinds.append(
-            ScalableProcessKind(
-                "worker",
-                lambda: len(workers.processes),
-                lambda node: workers.add(RayPlacement(lambda _: (node, ()), address=address)),
-            )
-        )
-    if isinstance(engine, EngineRouter) and plan.engine.count > 1:
-        bases = range(len(plan.bases))
-        process_kinds += [growing_engine(plan, number, engine, versions, connect, tell) for number in bases]
-    return JoiningNodeWatcher(
-        process_kinds,
-        pool=workers,
-        nodes=session.undrained,
-        missing=lambda node: missing_on_node(node, models, code),
-        clock=clock,
-        tell=tell,
-    )
-
-
 def importable_environment_code(environment: type[Environment]) -> dict[str, str]:
-    """Return `environment_code_references`, nothing if no other process can import the environment (a notebook's)."""
+    """Return `environment_code_references`, nothing if no other process can import the environment (a notebook's).
+
+    Raises:
+        EnvironmentDefinitionError: a file was edited after this process imported it.
+    """
+    for environment_class in all_environment_classes(environment):
+        check_loaded_code(environment_class)
     with contextlib.suppress(EnvironmentDefinitionError):
         return environment_code_references(environment)
     return {}
@@ -266,11 +201,7 @@ def _sources_of(environment: type[Environment]) -> dict[str, str]:
 def _with_absolute_paths(plan: RolloutPlan) -> dict[str, Any]:
     """Convert a worker's plan to data for a process with another working directory."""
     model = plan.model.model_copy(update={"path": plan.model.path and os.path.abspath(plan.model.path)})
-    scorers = {
-        name: scorer.model_copy(update={"reward_model": os.path.abspath(scorer.reward_model)})
-        for name, scorer in plan.reward_models.items()
-    }
-    return plan_data(replace(plan, model=model, scorers={**plan.scorers, **scorers}))
+    return plan_data(replace(plan, model=model))
 
 
 def make_trainer(plan: TrainerPlan, directory: Path) -> Trainer:
@@ -506,18 +437,25 @@ def held_out_task_splits(
     section: EnvironmentConfig,
     seed: int,
     environment: type[Environment],
-    tasks: TaskSource | None = None,
+    given: Mapping[str, TaskSource | None] = MappingProxyType({}),
 ) -> tuple[list[HeldOutSplit], int]:
-    """Return the splits to evaluate with their tasks, and the number of tasks to choose from.
+    """Return the splits to evaluate with their tasks, and the number of tasks to choose from. `given` has tasks that
+    replace those of the run's environment, by split.
 
     If a split has more than `evaluation.tasks` tasks, that many are drawn with the run's seed: the first ones of an
     ordered list would be a biased sample.
+
+    Raises:
+        ConfigError: a split is named twice, or held-out tasks are given for a split that is not evaluated.
     """
     splits, available = evaluation.splits, 0
+    if splits and given.get("held_out") and not any(not name and split == "held_out" for name, split, _ in splits):
+        raise ConfigError("train(held_out=…): evaluation.tasks has no split held_out; add it, or remove held_out=")
     trained = trained_root_environments(environment)
     held_out: list[HeldOutSplit] = []
     for name, split, count in splits:
         for root in (resolve(name),) if name else trained:
+            tasks = None if name else given.get(split)
             source = _source(section.options, seed, environment, root, split, tasks)
             available += len(source)
             rng = random.Random(f"held-out tasks {seed}")
@@ -525,7 +463,10 @@ def held_out_task_splits(
             names = [] if trained == (root,) else [root.__name__]
             prefix = [*names, split] if len(splits) > 1 else names
             split_tasks = [with_task_id_prefix(task, *prefix) for task in drawn]
-            held_out.append(HeldOutSplit("@".join((*names, split)), split_tasks, source))
+            split_name = "@".join((*names, split))
+            if any(other.name == split_name for other in held_out):
+                raise ConfigError(f"evaluation.tasks names the split {split_name} twice; remove one of the two")
+            held_out.append(HeldOutSplit(split_name, split_tasks, source))
     return held_out, available
 
 
@@ -536,7 +477,8 @@ def check_split_of_best(metric: str, splits: Sequence[HeldOutSplit]) -> None:
         ConfigError: the message has the splits that are.
     """
     names = [split.name for split in splits] if len(splits) > 1 else []
-    if not metric.startswith("evaluation/split_") or set(names).intersection(metric.split("/")[2:3]):
+    _, prefix, measured = metric.partition("evaluation/split_")  # a sign or a policy may stand before it
+    if not prefix or set(names).intersection(measured.split("/")[1:2]):
         return
     known = f"the evaluated splits are {', '.join(names)}" if names else "with one split, follow `evaluation/reward`"
     raise ConfigError(f"best.metric = {metric!r}: no evaluation measures it; {known}")

@@ -39,6 +39,20 @@ _SAYING_S = 0.5
 """Seconds in which the last line and record must be written: whatever blocks the process may block them too."""
 
 
+_handled: set[signals.Signals] = set()
+"""Signals that `handle_signals` handles now."""
+
+
+def _restore_handlers() -> None:
+    """Give a process that an environment forks the default handlers: a grader's `terminate()` ends it at once, and
+    stops no run."""
+    for number in _handled:
+        signals.signal(number, signals.default_int_handler if number == signals.SIGINT else signals.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_restore_handlers)
+
+
 class StopLimit:
     """Ends this process, from a thread, if it has not ended in time."""
 
@@ -186,10 +200,13 @@ def handle_signals(
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         numbers = []
     before = {number: signals.signal(number, on_signal) for number in numbers}
+    handled_before = frozenset(_handled)
+    _handled.update(numbers)
     try:
         yield
     finally:
         is_over = True
         if requested_at is None or not stays:
+            _handled.intersection_update(handled_before)
             for number, handler in before.items():
                 signals.signal(number, handler)

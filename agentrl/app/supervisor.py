@@ -27,15 +27,14 @@ import msgspec
 
 from agentrl.app.assemble import RunParts, assemble_orchestrator, change_orchestrator
 from agentrl.app.control import RunControl, serve_control
-from agentrl.app.engines import connect_engines_to_trainer, engines_by_base
+from agentrl.app.engines import engines_by_base
 from agentrl.app.plan import RunPlan
 from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
 from agentrl.app.received import refusal_on_resume
 from agentrl.app.recovery import UserCodeDigests, find_start_point
-from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, watch_joining_nodes
+from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers
 from agentrl.app.run_tasks import CONSEQUENCE, RunTasks
 from agentrl.app.stops import STOP_LIMIT, handle_signals, record_stop
-from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
 from agentrl.config.load import SettingDifference
 from agentrl.config.plans import EnginePlan
@@ -57,10 +56,11 @@ from agentrl.core.event_loop import EpisodeEventLoop, was_stopped
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.library_functions import LibraryFunctions, describe_removed
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
-from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, dropped_header
+from agentrl.core.records import EpisodeSpec, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.environment import TaskSource
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import (
     NAMED,
@@ -95,7 +95,6 @@ class RunSetup:
     plan: RunPlan
     """The plan, with the changes that `agentrl run set` made."""
     tasks: TaskSource
-    recorded_turns: Sequence[GroupStart]
     held_out: Sequence[HeldOutSplit]
     run_tasks: RunTasks
     """The tasks as they were read at this start."""
@@ -250,8 +249,6 @@ async def supervise(setup: RunSetup) -> Orchestrator:
             observer.watch()
             observer.warn(f"{error}; resuming from the newest checkpoint in {wait:g} s")
         await setup.factories.clock.sleep(wait)
-        if (cluster := setup.plan.settings.cluster).min_nodes:
-            await wait_for_nodes(cluster, setup.factories.clock, observer.phase)
 
 
 async def _run_once(setup: RunSetup) -> Orchestrator:
@@ -290,7 +287,6 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         trainer = setup.factories.trainer(plan.trainer, directory.path)
         stack.push_async_callback(_close, trainer, observer)
         engine = await _start_trainer_and_engine(setup, plan.engine, point, trainer, stack)
-        connect_engines_to_trainer(plan.engine, engine, trainer)
         workers = _workers(plan, setup, engine)
         if workers is not None:
             stack.push_async_callback(workers.close)
@@ -318,13 +314,6 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             setup, point, opponents, running_best, served_versions=served_versions, trainer=trainer, workers=workers
         )
         orchestrator = assemble_orchestrator(plan, parts)
-        if plan.settings.on_cluster:
-            node_watcher = watch_joining_nodes(
-                *(plan.engine, plan.environment, engine, trainer, point.versions, workers),
-                clock=clock,
-                tell=observer.warn,
-            )
-            stack.push_async_callback(node_watcher.close)
         setup.factories.assembled(orchestrator)
         observer.watch(partial(_status, orchestrator, [trainer, *engines_by_base(engine), workers]))
         with (
@@ -404,7 +393,7 @@ async def _drop_cut_evaluations(store: SqliteJournal) -> None:
     """Drop the evaluation episodes that an earlier process left in flight."""
     detail = "its process ended during the evaluation"
     cut = [(spec, dropped_header(spec, EVALUATION_CUT)) for spec in store.unfinished("evaluate")]
-    await asyncio.gather(*(store.commit_episode(spec, header, b"", {}, detail) for spec, header in cut))
+    await asyncio.gather(*(store.commit(EpisodeEnd(spec, header, b"", {}, detail)) for spec, header in cut))
 
 
 def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> RunSnapshot:
@@ -439,14 +428,12 @@ def _parts(
         past=point.past,
         is_current_task=setup.run_tasks.is_current,
         refusal=_refusal(setup),
-        recorded_turns=setup.recorded_turns,
         role_means=point.recovery.role_means,
         estimator=setup.estimator,
         compares_in_step=setup.compares_in_step,
         workers=workers,
         tell=setup.observer.warn,
         say=setup.observer.say,
-        journal_size=directory.journal_size,
         running_best=running_best,
     )
 

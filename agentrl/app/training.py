@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import difflib
 import itertools
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +32,8 @@ from agentrl.app.policies import (
     hidden_tools,
 )
 from agentrl.app.received import remember_run, selected_by_tasks
-from agentrl.app.recipes import high_rates, with_learning_rates
-from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests
-from agentrl.app.resume import ReopenedRun, reopen_run
+from agentrl.app.resume import ReopenedRun, check_free, remove_failed_start, reopen_run
 from agentrl.app.run_parts import (
     RunFactories,
     check_packages_of_run,
@@ -69,17 +66,16 @@ from agentrl.config.policies import BotPolicy
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.custom_functions import capture_function_code
-from agentrl.core.errors import InputError, JournalError, RunDirectoryError
+from agentrl.core.errors import InputError
 from agentrl.core.files import temporary_directory
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
-from agentrl.journal.run_log import SqliteRunLog
-from agentrl.journal.run_process import RunProcessRecord, find_writing_process, is_writer_dead, record_process_state
+from agentrl.journal.run_process import record_process_state
 from agentrl.observe.blocked_loop import calls_left_running
-from agentrl.observe.run_directory import FILES_OF_A_START, RunDirectory
+from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.sinks import check_sinks_installed, open_sinks
 from agentrl.orchestrator.loop import Orchestrator
 
@@ -205,13 +201,14 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
             return _ended_run(path, "" if quiet else conclusion)
     else:
         configured = sources.configured(config)
-        _check_free(path)
+        check_free(path)
     functions = load_user_functions(
         config.trainer, config.credit, config.scorers, config.trained
     )  # imports torch only to check the options of a built-in loss
     source = await asyncio.to_thread(_training_tasks, config.environment, config.seed, environment, tasks)
+    given = {"train": tasks, "held_out": held_out}
     held_out_splits, available = await asyncio.to_thread(
-        held_out_source, config.evaluation, config.environment, config.seed, environment, held_out
+        held_out_source, config.evaluation, config.environment, config.seed, environment, given
     )
     check_split_of_best(config.best.metric, held_out_splits)
     warnings = await unproved_sandbox_promises(config.sandbox, environment)
@@ -223,7 +220,7 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
     if factories.engine is make_engine:
         await asyncio.to_thread(_check_policies, config)
     if not resume:
-        await asyncio.to_thread(_remove_failed_start, path)
+        await asyncio.to_thread(remove_failed_start, path)
         config = await asyncio.to_thread(keep_models, config, path)
         RunDirectory.create(path, config.model_dump_json(indent=1))
     directory = RunDirectory(path)
@@ -250,22 +247,18 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
             remember_run(path, config, code, selected, resumed=bool(resume)),
             plan.warnings(whole_groups=functions.compares_in_step) if resume else [],
         )
-        recorded_turns = await asyncio.to_thread(
-            find_recorded_turns, config.environment.start_from, config.seed, environment, path
-        )
-        keep_recorded_turns(recorded_turns, environment, path)
         _warn(observer, filter(None, [hidden_tools(plan.rollout, environment, chat_format)]))
         if factories.engine is make_engine:
             prompts = await asyncio.to_thread(first_prompts, environment, source, chat_format)
             _warn(observer, check_prompts(prompts, config.engine.max_context))
-            await _check_machine(plan.engine, plan.trainer, prompts, code, clock, observer)
+            await _check_machine(plan.engine, plan.trainer, prompts, code, observer)
         num_evaluated = sum(len(split.tasks) for split in held_out_splits)
-        for line in _plan_lines(plan, chat_format, num_evaluated, available, len(recorded_turns)):
+        schedule = schedule_lines(plan, changes, store.newest_steps())
+        for line in (*_plan_lines(plan, chat_format, num_evaluated, available), *schedule):
             observer.say(line)
         setup = RunSetup(
             plan=plan,
             tasks=source,
-            recorded_turns=recorded_turns,
             held_out=held_out_splits,
             run_tasks=run_tasks,
             selected=selected,
@@ -291,42 +284,6 @@ async def run_training(  # noqa: PLR0913, PLR0915 - as `train`, and in the order
 def _warn(observer: RunObserver, *warnings: Iterable[str]) -> None:
     for line in itertools.chain(*warnings):
         observer.warn(line)
-
-
-def _check_free(path: Path) -> None:
-    """Check that a run can be created at a path; a start that failed before it recorded anything does not count.
-
-    Raises:
-        RunDirectoryError: something exists there, such as a run that is running.
-    """
-    if (process := find_writing_process(path / "journal")) is not None:
-        raise RunDirectoryError(
-            f"{path} is running, in process {process}: `agentrl run view {path}` shows it, and `kill -INT {process}` "
-            "stops it; choose another --name for a new run"
-        )
-    if not _is_failed_start(path):
-        RunDirectory.check_free(path)
-
-
-def _remove_failed_start(path: Path) -> None:
-    """Remove the directory of a failed start, so that a new run can take its place."""
-    if _is_failed_start(path):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_failed_start(path: Path) -> bool:
-    """Whether a directory has only what a run leaves that ended with an error, or was stopped, before its first
-    version: nothing that a later start could need."""
-    state = RunProcessRecord.read(path).state
-    if state not in ("failed", "stopped") and not (state == "running" and is_writer_dead(path)):
-        return False
-    try:
-        if any(entry.name not in FILES_OF_A_START for entry in path.iterdir()):
-            return False
-        with contextlib.closing(SqliteRunLog(path / "journal")) as log:
-            return not log.starts() and log.span() is None
-    except (OSError, JournalError):
-        return False
 
 
 def _ended_run(path: Path, conclusion: str) -> Run:
@@ -383,8 +340,6 @@ async def _resolve(
             observer.phase("loading torch and transformers")
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
-        config = await asyncio.to_thread(with_learning_rates, config, before)
-        _warn(observer, await asyncio.to_thread(list, high_rates(config)))
         config, chosen = await asyncio.to_thread(with_chosen_settings, config, before)
         for line in filter(None, chosen):
             observer.say(line)
@@ -417,9 +372,7 @@ def _import_learning_stack() -> None:
     import agentrl.learn.models  # noqa: F401
 
 
-def _plan_lines(
-    plan: RunPlan, chat_format: ChatFormat, num_evaluated: int, num_held_out: int, num_recorded_turns: int
-) -> Iterator[str]:
+def _plan_lines(plan: RunPlan, chat_format: ChatFormat, num_evaluated: int, num_held_out: int) -> Iterator[str]:
     """Yield lines about choices that the user may not know of."""
     config = plan.settings
     if plan.trained:
@@ -434,9 +387,26 @@ def _plan_lines(
         yield f"evaluating on {num_evaluated:,} of {num_held_out:,} held-out tasks, drawn with seed {config.seed}"
     elif (requested := sum(count for _, _, count in config.evaluation.splits)) > num_evaluated:
         yield f"evaluating on all {plural(num_held_out, 'held-out task')}, fewer than evaluation.tasks = {requested:,}"
-    if num_recorded_turns:
-        share, count = config.environment.recorded_share, plural(num_recorded_turns, "recorded turn")
-        yield f"{share:.0%} of the groups begin at one of {count}"
+
+
+def schedule_lines(plan: RunPlan, changes: Sequence[SettingDifference], taken: Mapping[str, int]) -> Iterator[str]:
+    """Yield the learning rates of the next steps that another number of steps changes."""
+    optimizer = plan.settings.trainer.optimizer
+    for change in changes:
+        section, *names = change.path
+        for name in names or plan.trained:
+            if section != "steps" or name not in plan.trained:
+                continue
+            step = taken.get(name, 0) + 1
+            before, now = (
+                optimizer.rate(plan.trained[name].learning_rate, step, int(steps))
+                for steps in (change.before, change.now)
+            )
+            if before != now:
+                yield (
+                    f"{change}, where the schedule of the learning rate ends: the learning rate of step {step} of "
+                    f"{name} is {now:.3g} instead of {before:.3g}"
+                )
 
 
 def _training_tasks(
@@ -458,10 +428,9 @@ async def _check_machine(
     trainer: TrainerPlan,
     prompts: Sequence[Sequence[int]],
     code: Mapping[str, str],
-    clock: Clock,
     observer: RunObserver,
 ) -> None:
-    """Show the devices, the nodes of a cluster (which are waited for and checked) and the memory that a run will use.
+    """Show the devices, the nodes of a cluster (which are checked) and the memory that a run will use.
 
     Raises:
         InputError: `cluster.address` does not answer.
@@ -471,12 +440,10 @@ async def _check_machine(
     if not demand.cluster.ray_address:
         lines = device_plan(demand).lines()
     else:
-        from agentrl.cluster.nodes import check_nodes, wait_for_nodes
+        from agentrl.cluster.nodes import check_nodes
         from agentrl.cluster.session import RaySession, kept_signal_handlers
 
         check_ray_installed()
-        if demand.cluster.min_nodes:
-            await wait_for_nodes(demand.cluster, clock, observer.phase)
         with kept_signal_handlers():
             lines = await asyncio.to_thread(check_nodes, demand, [base.path for base in engine.bases], code)
             await asyncio.to_thread(RaySession(demand.cluster.ray_address).plan, demand)  # reserves the GPUs

@@ -20,7 +20,7 @@ from agentrl.core.custom_functions import (
     find_function,
 )
 from agentrl.core.parts import check_compatible
-from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
+from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 
 Found = tuple[FunctionCode, Callable[..., Any]]
 """A function of the user, behind its code."""
@@ -60,9 +60,8 @@ def load_user_functions(
 
         make_loss(trainer)
     estimator = None
-    if advantage.name not in REWARD_ESTIMATORS:
-        user_function = found["advantage"][1] if "advantage" in found else None
-        estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
+    if "advantage" in found:
+        estimator = make_advantage_estimator(advantage.name, advantage.options, found["advantage"][1])
     declared = _declared(found)
     check_compatible([*credit_parts(credit, loss, declared), *learner_parts(loss, trained)])
     grouping = LOSSES.get(loss.name, declared.loss).grouping(loss.options)
@@ -70,21 +69,13 @@ def load_user_functions(
     return UserFunctions(codes, estimator, grouping in BEYOND_EPISODE or over == "step")
 
 
-def load_declarations(
-    loss: LossConfig, advantage: AdvantageConfig, scorers: Mapping[str, ScorerConfig]
-) -> Declarations:
-    """Load what the user's loss, advantage and scorers of groups declare.
+def load_declarations(loss: LossConfig, advantage: AdvantageConfig) -> Declarations:
+    """Load what the user's loss and advantage declare.
 
     Raises:
         ConfigError: there is no such function.
     """
-    functions = {
-        name: find_function("scorer", scorer.function, key=f"scorers.{name}.function")[1]
-        for name, scorer in scorers.items()
-        if scorer.per == "group" and scorer.function
-    }
-    linear = {name for name, function in functions.items() if declaration_of(function).linear}
-    return _declared(_find_functions(loss, advantage))._replace(linear_scorers=linear)
+    return _declared(_find_functions(loss, advantage))
 
 
 def _find_functions(loss: LossConfig, advantage: AdvantageConfig) -> dict[Kind, Found]:

@@ -28,19 +28,18 @@ from agentrl.app.scoring import make_scorers
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.config.plans import plan_from_data
-from agentrl.config.scorers import reward_model_name
 from agentrl.core import ids, rpc
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import VERSION_GONE, AgentRLError, EpisodeError, format_foreign_error
 from agentrl.core.event_loop import EpisodeEventLoop
 from agentrl.core.files import was_closed_by_foreign_code
-from agentrl.core.ports import SpawnedGroup
+from agentrl.core.parent_death import die_with_parent
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
-from agentrl.engines.process import die_with_parent
 from agentrl.engines.remote.client import EngineClient
 from agentrl.engines.router import SamplerRouter
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.routing import HostRoutingStore, RoutingStore
 from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import SqliteTurnLog
@@ -53,7 +52,6 @@ from agentrl.sandbox.sandbox import choose_driver
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from agentrl.core.ports import PolicyCounts
     from agentrl.core.records import ForkPoint, PolicyVersion, ProposalNovelty
     from agentrl.journal.port import TurnLog, WorkerTurnLog
 
@@ -76,8 +74,7 @@ class RunConnection:
         self._policy_of = policy_of
         self._children: dict[tuple[int, int, str], Callable[[int, EpisodeHeader], None]] = {}
         """Callbacks that wait for children, keyed by the spawn call."""
-        self._ends: dict[str, tuple[bytes, dict[str, float], str]] = {}
-        self._policy_counts: dict[str, dict[str, PolicyCounts]] = {}
+        self._ends: dict[str, EpisodeEnd] = {}
 
     def tell(self, message: wire.FromWorker) -> None:
         """Send the run a message; never waits."""
@@ -92,8 +89,8 @@ class RunConnection:
         tasks: Sequence[Task],
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
-        known: Sequence[str] = (),
-    ) -> SpawnedGroup:
+        known: Sequence[str],
+    ) -> Sequence[str]:
         child = resolve(environment)
         for seat in child.seats:
             self._policy_of(f"{child.__name__}.{seat}", 0)
@@ -110,8 +107,7 @@ class RunConnection:
         )
         self.tell(spawn)
         self._children[number, attempt, spawn_call] = on_end
-        group_id = ids.spawned_group_id(parent.episode_id, attempt, spawn_call)
-        return SpawnedGroup(group_id=group_id, episode_ids=tuple(children))
+        return children
 
     async def branch(
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
@@ -134,27 +130,15 @@ class RunConnection:
 
     # --- ends of episodes ---------------------------------------------------------------------------------------------
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        if header.committed:
+    async def commit(self, end: EpisodeEnd) -> None:
+        if end.header.committed:
             await self._log.flush()
-        self._ends[spec.episode_id] = (digest, dict(metrics), detail)
-
-    def record_episode_metrics(
-        self, spec: EpisodeSpec, header: EpisodeHeader, counts: Mapping[str, PolicyCounts]
-    ) -> None:
-        self._policy_counts[spec.episode_id] = dict(counts)
+        self._ends[end.spec.episode_id] = end
 
     def ended(self, number: int, header: EpisodeHeader) -> None:
         """Report the end of an episode."""
-        digest, metrics, detail = self._ends.pop(header.episode_id)
-        counts = self._policy_counts.pop(header.episode_id, {})
-        self.tell(
-            wire.encode_episode_ended(
-                number, header, digest=digest, metrics=metrics, detail=detail, policy_counts=counts
-            )
-        )
+        end = self._ends.pop(header.episode_id)
+        self.tell(wire.encode_episode_ended(number, header, end.digest, end.metrics, end.detail, end.distinct_counts))
         self._forget(number)
 
     def begin(self, number: int, spec: EpisodeSpec) -> None:
@@ -200,7 +184,7 @@ class RunConnection:
 
     def forget_all(self) -> None:
         """Forget all episodes."""
-        for table in (self.numbers, self.specs, self._children, self._ends, self._policy_counts):
+        for table in (self.numbers, self.specs, self._children, self._ends):
             table.clear()
 
 
@@ -215,16 +199,14 @@ class WorkerServer:
         self._log = log
         chat_format = make_chat_format(plan.model)
         self.run = RunConnection(connection, log, plan.seats.policy_of)
-        bases = [EngineClient(work.capabilities) for _ in range(max(1, len(plan.bases)))]
-        reward_models = {reward_model_name(scorer): EngineClient(work.capabilities) for scorer in plan.reward_models}
-        self._engines = [*bases, *reward_models.values()]
-        """Clients of the base models' engines, then of the reward models'."""
-        of_policy = {name: engine for base, engine in zip(plan.bases, bases, strict=False) for name in base.policies}
-        of_policy |= reward_models
+        self._engines = [EngineClient(work.capabilities) for _ in range(max(1, len(plan.bases)))]
+        """Clients of the base models' engines."""
+        of_policy = {
+            name: engine for base, engine in zip(plan.bases, self._engines, strict=False) for name in base.policies
+        }
         self._external = external_policies(plan.external, tell)
         engine = SamplerRouter(of_policy, self._external, work.capabilities)
         settings = rollout_settings(plan, chat_format, work.capabilities.max_context)
-        scorers = make_scorers(plan, engine, chat_format, settings, SystemClock(), work.scorers, kept=work.kept_scores)
         runner = EpisodeRunner(
             engine=engine,
             chat_format=chat_format,
@@ -232,7 +214,7 @@ class WorkerServer:
             log=log,
             host=self.run,
             clock=SystemClock(),
-            settings=replace(settings, scorers=scorers),
+            settings=replace(settings, scorers=make_scorers(plan.scorers, work.scorers)),
         )
         self._parking = runner.parking
         self._worker = AsyncioWorker(

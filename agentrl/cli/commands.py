@@ -1,7 +1,7 @@
 """The command line: every command with its arguments and its function's name; the function is imported when called.
 
-The commands that read a run are a table, `READING`: noun, verbs, arguments. Their functions are in the module of the
-noun: `runs.py`, `episodes.py` (of steps, too).
+`READING` has the commands that read a run; their functions are in the module of the noun: `runs.py`, `episodes.py` (of
+steps, too). `COMMANDS` has all commands.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.core.files import expand_path
+from agentrl.core.removed import removed_name
 from agentrl.inspection.export.formats import EXPORTS
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for this type
@@ -22,7 +23,7 @@ EPISODE_COLUMNS = (
     "staleness, reward, stop_reason, drop_reason, turns, tokens, seconds, detail, admitted_at, committed_at"
 )
 """Columns that `episode list` filters and sorts by, for its help: nothing is imported to print it."""
-LIVE_SETTINGS = "steps, max_in_flight, max_in_flight_per_task, evaluation.every, checkpoint.every"
+LIVE_SETTINGS = "steps, max_in_flight, evaluation.every, checkpoint.every"
 """Settings that `run set` may change, for its help."""
 _FILE = "TOML file; change it with --section.field=value"
 
@@ -33,6 +34,10 @@ def _bounded_int(text: str) -> int:
     if not -(2**31) <= value < 2**31:
         raise argparse.ArgumentTypeError(f"{text[:20]} is out of range")
     return value
+
+
+def _turn_or_change(text: str) -> int | str:
+    return text if text == "change" else _bounded_int(text)
 
 
 def _path(text: str) -> Path:
@@ -47,18 +52,24 @@ class Argument(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command of a group, such as `show` of `agentrl episode`."""
+    """A command, such as `show` of `agentrl episode`."""
 
     name: str
     help: str
     function: str
-    """Function of the command, as `module:function` in `agentrl.cli`."""
+    """Function of the command, as `module:function` in `agentrl.cli`; it takes the options and returns an exit code."""
     arguments: tuple[Argument, ...] = ()
-    reads: bool = True
-    """Whether the command only reads; see `_add_command`."""
+    opening: str = ""
+    """Text to print before the imports, which take seconds; "": the command only prints, so that a pipe closed early is
+    not a failure."""
     takes_overrides: bool = False
-    """Whether `--section.field=value` names what a recorded run may use here."""
+    """Whether `--section.field=value` changes settings, or names what a recorded run may use here."""
     epilog: str | None = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether the command only reads."""
+        return not self.opening
 
 
 class CommandGroup(NamedTuple):
@@ -69,353 +80,354 @@ class CommandGroup(NamedTuple):
     verbs: tuple[Command, ...]
 
 
-def _argument(name: str, **keywords: Any) -> Argument:
-    return Argument(name, keywords)
+_KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "int": {"type": _bounded_int},
+    "path": {"type": _path},
+    "name": {"type": expand_path},
+    "flag": {"action": "store_true"},
+    "many": {"action": "append"},
+}
+"""Argparse keywords by the kind of an argument; a name may be that of a run, or a path."""
 
 
-_RUN = _argument("run", nargs="?", type=expand_path, help="name or directory of a run; default: the newest in runs/")
-_ID = _argument(
-    "id", nargs="?", help="episode id, such as e100, or e100.1 for its attempt 1; default: the newest that ended"
-)
-_ATTEMPT = _argument("--attempt", type=_bounded_int, help="attempt of the episode; default: the newest")
-_POLICY = _argument("--policy", help="policy name; required if several policies have this step")
-_LINEAGE = _argument("--lineage", type=_bounded_int, help="lineage; default: the newest that took the step")
-_EPISODE = (_RUN, _ID, _ATTEMPT)
-_ENVIRONMENT = _argument(
-    "--environment",
-    type=expand_path,
-    metavar="REF",
-    help="code to run, such as path/to/env.py:Class; required if the environment is not installed",
-)
+def _argument(text: str, help: str, **keywords: Any) -> Argument:
+    """Make an argument from `NAME=METAVAR:KIND`. NAME may end in `?` or `+`, as in argparse; the rest may be absent."""
+    name, _, kind = text.partition(":")
+    name, _, metavar = name.partition("=")
+    bare = name.rstrip("?+")
+    given = {key: value for key, value in (("metavar", metavar), ("nargs", name[len(bare) :])) if value}
+    return Argument(bare, {**_KINDS[kind], **given, **keywords, "help": help})
+
+
+_RUN = _argument("run?:name", "name or directory of a run; default: the newest in runs/")
+_ID = _argument("id?", "episode id, such as e100, or e100.1 for its attempt 1; default: the newest that ended")
+_EPISODE = (_RUN, _ID, _argument("--attempt:int", "attempt of the episode; default: the newest"))
 _REPLAY_ARGUMENTS = (
     *_EPISODE,
-    _argument("--where", help="every episode that matches this filter, instead of one"),
-    _argument("--limit", type=_bounded_int, default=100_000, help="at most this many of them"),
-    _ENVIRONMENT,
+    _argument("--where", "every episode that matches this filter, instead of one"),
+    _argument("--limit:int", "at most this many of them", default=100_000),
+    _argument(
+        "--environment=REF:name",
+        "code to run, such as path/to/env.py:Class; required if the environment is not installed",
+    ),
 )
-
+_POLICY = _argument("--policy", "policy name; required if several policies have this step")
+_MODEL = _argument("--model:name", "directory of the base model, instead of model.path")
+_STARTS = (
+    _argument("--resume:flag", "continue from the run's newest checkpoint"),
+    _argument("--dry-run:flag", "print the settings and the plan that follows from them, and stop"),
+)
+_READING_RUN = "reading the run"
+_SETTINGS = (
+    "Each setting is an option: --name=first, --steps=20, --seed=1, --policies.solver.learning_rate=1e-4, …; "
+    "docs/reference/configuration.md lists them."
+)
 _RECEIVED = (
     "--section.field=value and --task.key=value name what a run that was not trained here may use on this machine, "
     "such as its model; the command prints the ones it needs."
 )
 
+
+def _replaying(function: str, help: str, *arguments: Argument) -> Command:
+    """Make a command that executes a run's code again."""
+    name = function.partition("_")[2]
+    return Command(name, help, f"episodes:{function}", arguments, _READING_RUN, takes_overrides=True, epilog=_RECEIVED)
+
+
+_EXPORT = (
+    _RUN,
+    _argument(
+        "--to",
+        "; ".join(f"{name}: {format.help}" for name, format in EXPORTS.items()),
+        required=True,
+        choices=list(EXPORTS),
+    ),
+    _argument("--out=PATH:path", "output path; default: in the run's directory"),
+    _argument("--where", "only episodes that match this filter", default=""),
+    _argument("--match", "only episodes that contain all these words", default=""),
+    _argument("--limit=N:int", "only the newest N of them; default: 1000 for html, all for other formats"),
+    _argument("--force:flag", "replace an existing file"),
+)
+_COMPARE = (
+    _argument("runs+=RUN:name", "directories or names; the first is the baseline"),
+    _argument("--by", "axis of the curves", choices=["step", "tokens", "seconds"], default="step"),
+    _argument("--metric=NAME:many", "curves of this metric instead of the rewards; may be repeated"),
+)
+_SERVE = (
+    _argument("run?:name", "run, or directory of runs; default: all runs in runs/"),
+    _argument("--port:int", "port on 127.0.0.1; default: any free one", default=0),
+    _argument(
+        "--host-name=NAME:many",
+        "answer requests under this name too, such as viewer.example.com, from a proxy; may be repeated",
+        default=[],
+    ),
+)
+_KEEP = _argument(
+    "--keep=STEPS:int",
+    "newest steps of each policy whose tokens stay; 0: only those that checkpoints need; default: journal.keep",
+)
+_LIST = (
+    _RUN,
+    _argument("--where", "filter by columns, such as 'reward < 0 and turns > 4'", default=""),
+    _argument("--match", "only episodes that contain all these words; indexes the run", default=""),
+    _argument("--sort", "column to sort by; largest first", default="admitted_at"),
+    _argument("--ascending:flag", "smallest first"),
+    _argument("--columns", "columns to show, such as 'episode,reward,data.level'", default=""),
+    _argument("--limit:int", "at most this many (default 50)", default=50),
+    _argument("--offset:int", "skip this many first", default=0),
+)
+_FORK = (
+    *_REPLAY_ARGUMENTS,
+    _argument(
+        "--at=TURN",
+        "turn number from 0; -1 is the last; change: the first call that differs in --environment",
+        type=_turn_or_change,
+        required=True,
+    ),
+    _argument("-n=K:int", "number of forks (default 1)", default=1),
+    _argument("--edit=FILE:path", "file with messages that replace the turn's, or an external agent's reply"),
+    _argument(
+        "--policy=[SEAT=]WHO:many",
+        "policies to use instead: a directory of weights, a version (solver@0.5), or another policy in a seat "
+        "(checker=solver); may be given several times",
+        default=[],
+    ),
+)
+_EVALUATE = (
+    _argument("file:path", _FILE),
+    _argument(
+        "--model=DIR|URL[,NAME]:name",
+        "directory instead of model.path; or an OpenAI chat-completions endpoint for every seat, with its model name, "
+        "such as https://api.example.com/v1,large",
+    ),
+    _argument("--api-key-env=VARIABLE", "environment variable with the endpoint's key; default: no key", default=""),
+    _argument(
+        "--policy=[NAME=]DIR:many",
+        "trained weights, for policy NAME if there are several; default: the base model",
+        default=[],
+    ),
+    _argument("--journal:path", "new directory for the episodes; default: one in runs/"),
+    _argument(
+        "--against=[NAME=]DIR|base:many",
+        "other weights, or `base` for the base model, on the same tasks and seeds: shows whether the policy is better, "
+        "with a paired interval",
+        default=[],
+    ),
+    _argument("--tasks:int", "number of held-out tasks, instead of evaluation.tasks"),
+)
+_CHECK = (
+    _argument("id?:name", "registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml"),
+    _argument("--model=DIR:name", "model directory: check whether its chat template shows the environment's tools"),
+    _argument(
+        "--loss=NAME:name",
+        "call the loss on synthetic steps: shape, finite gradients, purity; module:name or FILE.py:name",
+    ),
+    _argument("--advantage=NAME:name", "call the advantage on synthetic groups"),
+    _argument("--scorer=NAME:name", "call the scorer on synthetic conversations"),
+)
+_RUN_COMMANDS = (
+    Command(
+        "list",
+        "list the runs in a directory",
+        "runs:run_list",
+        (_argument("directory?:path", "default: runs", default=Path("runs")),),
+    ),
+    Command("stats", "count episodes by policy, and show how long they took", "runs:run_stats", (_RUN,)),
+    Command(
+        "curve",
+        "plot the reward over the steps",
+        "runs:run_curve",
+        (_RUN, _argument("--metric", "plot this metric instead of the reward")),
+    ),
+    Command(
+        "compare",
+        "compare runs: settings and code that differ, metrics, curves, paired held-out rewards with intervals",
+        "runs:run_compare",
+        _COMPARE,
+    ),
+    Command(
+        "view",
+        "show one screen of a run, also while it trains; q leaves",
+        "runs:run_view",
+        (_RUN, _argument("--once:flag", "print the screen once and stop")),
+    ),
+    Command("export", "write episodes as a file of another format", "runs:run_export", _EXPORT, _READING_RUN),
+    Command(
+        "serve",
+        "show runs in a browser on this machine, also while they train; Ctrl-C ends it",
+        "runs:run_serve",
+        _SERVE,
+        _READING_RUN,
+    ),
+    Command("pause", "stop a running run at the next safe point, until `run resume`", "control:run_pause", (_RUN,)),
+    Command("resume", "continue a run that `run pause` stopped", "control:run_resume", (_RUN,)),
+    Command("drain", "start no more episodes, train on those in flight, and end the run", "control:run_drain", (_RUN,)),
+    Command(
+        "set",
+        "change settings of a running run",
+        "control:run_set",
+        (_RUN, _argument("settings+=KEY=VALUE", "such as max_in_flight=64")),
+        epilog=f"settings that may change while the run runs: {LIVE_SETTINGS}",
+    ),
+    Command(
+        "ledger",
+        "count every episode and unit; exit code 1 if one is lost or was trained twice",
+        "runs:run_ledger",
+        (_RUN,),
+        _READING_RUN,
+    ),
+    Command(
+        "prune",
+        "delete old tokens and step columns of a stopped run; rewards, credits and steps are kept",
+        "runs:run_prune",
+        (_RUN, _KEEP, _argument("--dry-run:flag", "print what would be deleted, and delete nothing")),
+        _READING_RUN,
+    ),
+    Command("winrates", "show how policies do against their past versions", "runs:run_winrates", (_RUN,)),
+    Command(
+        "metrics",
+        "print the newest value of each metric",
+        "runs:run_metrics",
+        (_RUN, _argument("--prometheus:flag", "in Prometheus' text format")),
+    ),
+)
+_EPISODE_COMMANDS = (
+    Command(
+        "list",
+        "list the episodes of a run",
+        "episodes:episode_list",
+        _LIST,
+        epilog=f"columns: {EPISODE_COLUMNS}, reward/SEAT, metric.NAME, data.NAME",
+    ),
+    Command("show", "show what happened in an episode", "episodes:episode_show", _EPISODE),
+    Command(
+        "tokens",
+        "show an episode's tokens, colored by the version that sampled them",
+        "episodes:episode_tokens",
+        (*_EPISODE, _argument("--details:flag", "one line per token, with everything recorded about it")),
+    ),
+    Command(
+        "why",
+        "explain an episode: why it waited and ended, its reward, and the step that trained on it",
+        "episodes:episode_why",
+        _EPISODE,
+    ),
+    Command(
+        "diff",
+        "compare two episodes, or a fork with its parent, up to where they differ",
+        "episodes:episode_diff",
+        (
+            _RUN,
+            _argument("id?", "episode id; forks/f0 is a fork of the run"),
+            _argument("other?", "id of the other episode; default: the parent of the first"),
+        ),
+    ),
+    _replaying(
+        "episode_replay",
+        "re-execute an episode over its journal; exit code 1 if it departs, with place and reason",
+        *_REPLAY_ARGUMENTS,
+        _argument("--until=CALL", "stop after this call, such as r#7"),
+        _argument("--step:flag", "print each call as it is replayed"),
+    ),
+    _replaying(
+        "episode_rescore",
+        "recompute an episode's rewards with the current code; exit code 1 if anything else differs",
+        *_REPLAY_ARGUMENTS,
+    ),
+    _replaying(
+        "episode_fork",
+        "resample an episode from one of its turns, or continue from an edited message; exit code 1 if a fork was "
+        "dropped",
+        *_FORK,
+    ),
+)
+_STEP_COMMANDS = (
+    Command("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY)),
+    _replaying(
+        "step_replay",
+        "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",
+        _argument("run:name", "directory or name of a run"),
+        _argument("step?:int", "step number; default: every step, without computing"),
+        _POLICY,
+        _argument("--lineage:int", "lineage; default: the newest that took the step"),
+    ),
+)
+_ENV_COMMANDS = (
+    Command("list", "list the installed environments", "environments:env_list"),
+    Command(
+        "check",
+        "check that an environment, or your own loss, advantage or scorer, can be used for training",
+        "environments:env_check",
+        _CHECK,
+        "loading the checks",
+        takes_overrides=True,
+    ),
+    Command(
+        "new",
+        "write a new environment, with its tests and a configuration",
+        "environments:env_new",
+        (_argument("name", "lower-case letters, digits and underscores; the directory must not exist"),),
+        "writing {name}",
+    ),
+)
 READING = (
     CommandGroup(
         "run",
-        "list, view, compare, serve, export, copy or prune runs; pause, drain or change a running one",
-        (
-            Command(
-                "list",
-                "list the runs in a directory",
-                "runs:run_list",
-                (_argument("directory", nargs="?", type=_path, default=Path("runs"), help="default: runs"),),
-            ),
-            Command("stats", "count episodes by policy, and show how long they took", "runs:run_stats", (_RUN,)),
-            Command(
-                "curve",
-                "plot the reward over the steps",
-                "runs:run_curve",
-                (_RUN, _argument("--metric", help="plot this metric instead of the reward")),
-            ),
-            Command(
-                "compare",
-                "compare runs: settings and code that differ, metrics, curves, paired held-out rewards with intervals",
-                "runs:run_compare",
-                (
-                    _argument(
-                        "runs",
-                        nargs="+",
-                        type=expand_path,
-                        metavar="RUN",
-                        help="directories or names; the first is the baseline",
-                    ),
-                    _argument("--by", choices=["step", "tokens", "seconds"], default="step", help="axis of the curves"),
-                    _argument(
-                        "--metric",
-                        action="append",
-                        metavar="NAME",
-                        help="curves of this metric instead of the rewards; may be repeated",
-                    ),
-                    _argument(
-                        "--margin",
-                        type=float,
-                        default=0.0,
-                        metavar="DIFFERENCE",
-                        help="held-out reward by which a run must be better than the baseline; default: 0",
-                    ),
-                ),
-            ),
-            Command(
-                "view",
-                "show one screen of a run, also while it trains; q leaves",
-                "runs:run_view",
-                (_RUN, _argument("--once", action="store_true", help="print the screen once and stop")),
-            ),
-            Command(
-                "export",
-                "write episodes as a file of another format",
-                "runs:run_export",
-                (
-                    _RUN,
-                    _argument(
-                        "--to",
-                        required=True,
-                        choices=list(EXPORTS),
-                        help="; ".join(f"{name}: {format.help}" for name, format in EXPORTS.items()),
-                    ),
-                    _argument("--out", type=_path, metavar="PATH", help="output path; default: in the run's directory"),
-                    _argument("--where", default="", help="only episodes that match this filter"),
-                    _argument("--match", default="", help="only episodes that contain all these words"),
-                    _argument(
-                        "--limit",
-                        type=_bounded_int,
-                        metavar="N",
-                        help="only the newest N of them; default: 1000 for html, all for other formats",
-                    ),
-                    _argument("--force", action="store_true", help="replace an existing file"),
-                ),
-                reads=False,
-            ),
-            Command(
-                "serve",
-                "show runs in a browser on this machine, also while they train; Ctrl-C ends it",
-                "runs:run_serve",
-                (
-                    _argument(
-                        "run", nargs="?", type=expand_path, help="run, or directory of runs; default: all runs in runs/"
-                    ),
-                    _argument("--port", type=_bounded_int, default=0, help="port on 127.0.0.1; default: any free one"),
-                    _argument(
-                        "--host-name",
-                        action="append",
-                        default=[],
-                        metavar="NAME",
-                        help="answer requests under this name too, such as viewer.example.com, from a proxy; may be "
-                        "repeated",
-                    ),
-                ),
-                reads=False,
-            ),
-            Command(
-                "whatif",
-                "execute recorded episodes in a changed environment, sampling only what follows the first difference",
-                "episodes:run_whatif",
-                (
-                    _RUN,
-                    _argument(
-                        "--environment", type=expand_path, metavar="REF", help="the changed code, such as new.py:Class"
-                    ),
-                    _argument("--where", help="episodes that match this filter; default: the newest evaluation's"),
-                    _argument("--limit", type=_bounded_int, default=1000, help="at most this many (default 1000)"),
-                ),
-                reads=False,
-                takes_overrides=True,
-                epilog=_RECEIVED,
-            ),
-            Command(
-                "pause", "stop a running run at the next safe point, until `run resume`", "control:run_pause", (_RUN,)
-            ),
-            Command("resume", "continue a run that `run pause` stopped", "control:run_resume", (_RUN,)),
-            Command(
-                "drain",
-                "start no more episodes, train on those in flight, and end the run",
-                "control:run_drain",
-                (_RUN,),
-            ),
-            Command(
-                "set",
-                "change settings of a running run",
-                "control:run_set",
-                (_RUN, _argument("settings", nargs="+", metavar="KEY=VALUE", help="such as max_in_flight=64")),
-                epilog=f"settings that may change while the run runs: {LIVE_SETTINGS}",
-            ),
-            Command(
-                "mirror",
-                "keep a copy of a running run on another disk or node, to resume it from there",
-                "runs:run_mirror",
-                (
-                    _RUN,
-                    _argument(
-                        "--to",
-                        required=True,
-                        type=expand_path,
-                        metavar="PLACE",
-                        help="PATH here, or NODE:/PATH in the cluster",
-                    ),
-                    _argument("--every", type=float, default=10.0, metavar="SECONDS", help="pause; default 10"),
-                    _argument("--address", default="auto", help="of the Ray cluster; default: auto"),
-                    _argument("--once", action="store_true", help="copy once and stop"),
-                ),
-                reads=False,
-            ),
-            Command(
-                "ledger",
-                "count every episode and unit; exit code 1 if one is lost or was trained twice",
-                "runs:run_ledger",
-                (_RUN,),
-                reads=False,
-            ),
-            Command(
-                "prune",
-                "delete old tokens and step columns of a stopped run; rewards, credits and steps are kept",
-                "runs:run_prune",
-                (
-                    _RUN,
-                    _argument(
-                        "--keep",
-                        type=_bounded_int,
-                        metavar="STEPS",
-                        help="newest steps of each policy whose tokens stay; 0: only those that checkpoints need; "
-                        "default: journal.keep",
-                    ),
-                    _argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing"),
-                ),
-                reads=False,
-            ),
-            Command("winrates", "show how policies do against their past versions", "runs:run_winrates", (_RUN,)),
-            Command(
-                "metrics",
-                "print the newest value of each metric",
-                "runs:run_metrics",
-                (_RUN, _argument("--prometheus", action="store_true", help="in Prometheus' text format")),
-            ),
-        ),
+        "list, view, compare, serve, export or prune runs; pause, drain or change a running one",
+        _RUN_COMMANDS,
     ),
-    CommandGroup(
-        "episode",
-        "list episodes, or show one",
-        (
-            Command(
-                "list",
-                "list the episodes of a run",
-                "episodes:episode_list",
-                (
-                    _RUN,
-                    _argument("--where", default="", help="filter by columns, such as 'reward < 0 and turns > 4'"),
-                    _argument(
-                        "--match", default="", help="only episodes that contain all these words; indexes the run"
-                    ),
-                    _argument("--sort", default="admitted_at", help="column to sort by; largest first"),
-                    _argument("--ascending", action="store_true", help="smallest first"),
-                    _argument("--columns", default="", help="columns to show, such as 'episode,reward,data.level'"),
-                    _argument("--limit", type=_bounded_int, default=50, help="at most this many (default 50)"),
-                    _argument("--offset", type=_bounded_int, default=0, help="skip this many first"),
-                ),
-                epilog=f"columns: {EPISODE_COLUMNS}, reward/SEAT, metric.NAME, data.NAME",
-            ),
-            Command("show", "show what happened in an episode", "episodes:episode_show", _EPISODE),
-            Command(
-                "tokens",
-                "show an episode's tokens, colored by the version that sampled them",
-                "episodes:episode_tokens",
-                (
-                    *_EPISODE,
-                    _argument(
-                        "--details", action="store_true", help="one line per token, with everything recorded about it"
-                    ),
-                ),
-            ),
-            Command(
-                "why",
-                "explain an episode: why it waited and ended, its reward, and the step that trained on it",
-                "episodes:episode_why",
-                _EPISODE,
-            ),
-            Command(
-                "diff",
-                "compare two episodes, or a fork with its parent, up to where they differ",
-                "episodes:episode_diff",
-                (
-                    _RUN,
-                    _argument("id", nargs="?", help="episode id; forks/f0 is a fork of the run"),
-                    _argument("other", nargs="?", help="id of the other episode; default: the parent of the first"),
-                ),
-            ),
-            Command(
-                "replay",
-                "re-execute an episode over its journal; exit code 1 if it departs, with place and reason",
-                "episodes:episode_replay",
-                (
-                    *_REPLAY_ARGUMENTS,
-                    _argument("--until", metavar="CALL", help="stop after this call, such as r#7"),
-                    _argument("--step", action="store_true", help="print each call as it is replayed"),
-                ),
-                reads=False,
-                takes_overrides=True,
-                epilog=_RECEIVED,
-            ),
-            Command(
-                "rescore",
-                "recompute an episode's rewards with the current code; exit code 1 if anything else differs",
-                "episodes:episode_rescore",
-                _REPLAY_ARGUMENTS,
-                reads=False,
-                takes_overrides=True,
-                epilog=_RECEIVED,
-            ),
-            Command(
-                "fork",
-                "resample an episode from one of its turns, or continue from an edited message; exit code 1 if a fork "
-                "was dropped",
-                "episodes:episode_fork",
-                (
-                    *_EPISODE,
-                    _argument(
-                        "--at",
-                        type=_bounded_int,
-                        required=True,
-                        metavar="TURN",
-                        help="turn number from 0; -1 is the last",
-                    ),
-                    _ENVIRONMENT,
-                    _argument("-n", type=_bounded_int, default=1, metavar="K", help="number of forks (default 1)"),
-                    _argument(
-                        "--edit",
-                        type=_path,
-                        metavar="FILE",
-                        help="file with messages that replace the turn's, or an external agent's reply",
-                    ),
-                    _argument(
-                        "--policy",
-                        action="append",
-                        default=[],
-                        metavar="[SEAT=]WHO",
-                        help="policies to use instead: a directory of weights, a version (solver@0.5), or another "
-                        "policy in a seat (checker=solver); may be given several times",
-                    ),
-                ),
-                reads=False,
-                takes_overrides=True,
-                epilog=_RECEIVED,
-            ),
-            Command("forks", "show the forks of a run as a tree", "episodes:episode_forks", (_RUN,)),
-        ),
-    ),
-    CommandGroup(
-        "step",
-        "list optimizer steps, or repeat one",
-        (
-            Command("list", "list the steps of a run", "episodes:step_list", (_RUN, _POLICY)),
-            Command(
-                "replay",
-                "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",
-                "episodes:step_replay",
-                (
-                    _argument("run", type=expand_path, help="directory or name of a run"),
-                    _argument(
-                        "step", nargs="?", type=_bounded_int, help="step number; default: every step, without computing"
-                    ),
-                    _POLICY,
-                    _LINEAGE,
-                ),
-                reads=False,
-                takes_overrides=True,
-                epilog=_RECEIVED,
-            ),
-        ),
-    ),
+    CommandGroup("episode", "list episodes, or show one", _EPISODE_COMMANDS),
+    CommandGroup("step", "list optimizer steps, or repeat one", _STEP_COMMANDS),
 )
 """Commands that read a run."""
+COMMANDS: tuple[Command | CommandGroup, ...] = (
+    Command(
+        "train",
+        "train the policies of a configuration",
+        "training:train",
+        (_argument("file:path", _FILE), _MODEL, *_STARTS),
+        "reading {file}",
+        takes_overrides=True,
+        epilog=_SETTINGS,
+    ),
+    Command(
+        "evaluate",
+        "measure a policy on held-out tasks",
+        "training:evaluate",
+        _EVALUATE,
+        "reading {file}",
+        takes_overrides=True,
+    ),
+    Command(
+        "demo",
+        "train a small language model to use a tool, in about 100 CPU seconds",
+        "training:demo",
+        (_argument("example?", "a shipped example; default: 01_tool_use", default="01_tool_use"), *_STARTS),
+        "reading example {example}",
+        takes_overrides=True,
+        epilog=_SETTINGS,
+    ),
+    *READING,
+    CommandGroup("env", "list environments, check one, or write a new one", _ENV_COMMANDS),
+    Command(
+        "doctor",
+        "report what this machine has, which resources a run will use, and what is missing",
+        "doctor:doctor",
+        (
+            _argument("file?:path", f"{_FILE}; default: the demo's"),
+            _MODEL,
+            _argument("--sandbox:flag", "also check what this machine can isolate, with the driver of FILE"),
+        ),
+        "examining this machine",
+        takes_overrides=True,
+    ),
+    Command(
+        "skill",
+        "print instructions for coding agents: write an environment, train, read episodes, fix, compare",
+        "skill:print_skill",
+    ),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -423,6 +435,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            if sentence := removed_name(f"{self.prog} {value}"):
+                self.error(sentence)
             close = difflib.get_close_matches(value, action.choices, n=1)
             close += [f"{name} {value}" for name, parser in action.choices.items() if value in _verbs(parser)]
             hint = f"did you mean {self.prog} {close[0]}?" if close else f"there are: {', '.join(action.choices)}"
@@ -453,197 +467,34 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--version", action="store_const", dest="command", const="doctor:print_version", help="print the version"
     )
-    top.set_defaults(command=None, parser=top, takes_overrides=False, reads=True, opening="")
+    top.set_defaults(command=None, parser=top, takes_overrides=False, opening="")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    _add_train(commands)
-    _add_evaluate(commands)
-    _add_demo(commands)
-    for noun in READING:
-        _add_reading(commands, noun)
-    _add_env(commands)
-    _add_serve(commands)
-    _add_doctor(commands)
-    text = "print instructions for coding agents: write an environment, train, read episodes, fix, compare"
-    _add_command(commands, "skill", text, "skill:print_skill", reads=True)
+    for entry in COMMANDS:
+        if isinstance(entry, Command):
+            _add_command(commands, entry)
+            continue
+        first = entry.verbs[0]
+        parser = _add_command(commands, Command(entry.name, entry.help, first.function))
+        silent = argparse.ArgumentParser(add_help=False)  # the bare noun runs the first verb with default arguments
+        _add_arguments(silent, first)
+        parser.set_defaults(**vars(silent.parse_args([])))
+        verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
+        for verb in entry.verbs:
+            _add_command(verbs, verb)
     return top
 
 
-def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    noun = _add_command(
-        commands, "serve", "let programs of other libraries sample and train here", "serving:serve_tinker"
-    )
-    verbs = noun.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    text = "serve the Tinker protocol, for scripts that use the tinker SDK; Ctrl-C ends it, and a new start continues"
-    parser = _add_command(verbs, "tinker", text, "serving:serve_tinker")
-    parser.add_argument("file", type=_path, help=_FILE)
-    parser.add_argument("--port", type=_bounded_int, default=8000, help="port to listen on; default: 8000; 0: any")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
-    parser.set_defaults(takes_overrides=True, opening="reading {file}")
-
-
-def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    text = "report what this machine has, which resources a run will use, and what is missing"
-    parser = _add_command(commands, "doctor", text, "doctor:doctor")
-    parser.add_argument(
-        "file", type=_path, nargs="?", help=f"{_FILE}; default: the demo's. A run: how long its steps take, and why"
-    )
-    parser.add_argument("--model", type=expand_path, help="directory of the base model, instead of model.path")
-    parser.add_argument(
-        "--sandbox", action="store_true", help="also check what this machine can isolate, with the driver of FILE"
-    )
-    parser.add_argument("--suggest", action="store_true", help="also show settings that suit the models' sizes")
-    parser.add_argument(
-        "--time",
-        action="store_true",
-        help="also measure what a step of FILE takes on this machine's CPUs: 20 s or more",
-    )
-    parser.set_defaults(takes_overrides=True, opening="examining this machine")
-
-
-def _add_command(
-    commands: Subparsers[argparse.ArgumentParser], name: str, text: str, command: str, *, reads: bool = False
-) -> argparse.ArgumentParser:
-    """Add a command.
-
-    Args:
-        commands: group of the command.
-        name: the word on the command line.
-        text: help text.
-        command: `module:function` in `agentrl.cli`, imported when called; it takes the options and returns an exit
-            code.
-        reads: whether the command only prints, so that a pipe closed early is not a failure.
-    """
-    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+def _add_command(commands: Subparsers[argparse.ArgumentParser], command: Command) -> argparse.ArgumentParser:
+    parser = commands.add_parser(command.name, help=command.help, description=command.help, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(command=command, parser=parser, reads=reads, opening="")
+    parser.set_defaults(
+        command=command.function, parser=parser, opening=command.opening, takes_overrides=command.takes_overrides
+    )
+    _add_arguments(parser, command)
     return parser
 
 
-def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add_command(commands, "train", "train the policies of a configuration", "training:train")
-    parser.add_argument("file", type=_path, help=_FILE)
-    parser.add_argument("--model", type=expand_path, help="directory of the base model, instead of model.path")
-    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the settings and the plan that follows from them, and stop"
-    )
-    parser.set_defaults(takes_overrides=True, opening="reading {file}")
-
-
-class _ReplacedByAgainst(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error("--compare was replaced by --against, which shows whether the policy is better than other weights")
-
-
-def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add_command(commands, "evaluate", "measure a policy on held-out tasks", "training:evaluate")
-    _add_endpoint_options(parser)
-    parser.add_argument(
-        "--against",
-        action="append",
-        default=[],
-        metavar="[NAME=]DIR|base",
-        help="other weights, or `base` for the base model, on the same tasks and seeds: shows whether the policy is "
-        "better by more than evaluation.margin, with an interval that may be read at any time",
-    )
-    parser.add_argument("--compare", action=_ReplacedByAgainst, help=argparse.SUPPRESS)
-    parser.add_argument("--tasks", type=_bounded_int, help="number of held-out tasks, instead of evaluation.tasks")
-
-
-def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands in which policies act without being trained."""
-    parser.add_argument("file", type=_path, help=_FILE)
-    parser.add_argument(
-        "--model",
-        type=expand_path,
-        metavar="DIR|URL[,NAME]",
-        help="directory instead of model.path; or an OpenAI chat-completions endpoint for every seat, with its model "
-        "name, such as https://api.example.com/v1,large",
-    )
-    parser.add_argument(
-        "--api-key-env",
-        default="",
-        metavar="VARIABLE",
-        help="environment variable with the endpoint's key; default: no key",
-    )
-    parser.add_argument(
-        "--policy",
-        action="append",
-        default=[],
-        metavar="[NAME=]DIR",
-        help="trained weights, for policy NAME if there are several; default: the base model",
-    )
-    parser.add_argument(
-        "--journal",
-        type=_path,
-        help="new directory for the episodes; default: one in runs/",
-    )
-    parser.set_defaults(takes_overrides=True, opening="reading {file}")
-
-
-def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = _add_command(
-        commands, "demo", "train a small language model to use a tool, in about 100 CPU seconds", "training:demo"
-    )
-    parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
-    parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the settings and the plan that follows from them, and stop"
-    )
-    sample = "write the sample run runs/sample instead, in seconds and without a model"
-    parser.add_argument("--journal-only", action="store_true", help=sample)
-    parser.set_defaults(takes_overrides=True, opening="reading example {example}")
-
-
-def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: CommandGroup) -> None:
-    """Add a noun of the table and its verbs; the bare noun runs the first verb with default arguments."""
-    first = noun.verbs[0]
-    parser = _add_command(commands, noun.name, noun.help, first.function, reads=True)
-    silent = argparse.ArgumentParser(add_help=False)
-    _add_arguments(silent, first)
-    parser.set_defaults(**vars(silent.parse_args([])))
-    verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for verb in noun.verbs:
-        child = _add_command(verbs, verb.name, verb.help, verb.function, reads=verb.reads)
-        child.set_defaults(takes_overrides=verb.takes_overrides, opening="" if verb.reads else "reading the run")
-        _add_arguments(child, verb)
-
-
-def _add_arguments(parser: argparse.ArgumentParser, verb: Command) -> None:
-    parser.epilog = verb.epilog
-    for argument in verb.arguments:
+def _add_arguments(parser: argparse.ArgumentParser, command: Command) -> None:
+    parser.epilog = command.epilog
+    for argument in command.arguments:
         parser.add_argument(argument.name, **argument.keywords)
-
-
-def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    noun = _add_command(
-        commands, "env", "list environments, check one, or write a new one", "environments:env_list", reads=True
-    )
-    verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
-    _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
-    text = "check that an environment, or your own loss, advantage or scorer, can be used for training"
-    parser = _add_command(verbs, "check", text, "environments:env_check")
-    parser.set_defaults(takes_overrides=True, opening="loading the checks")
-    parser.add_argument(
-        "id",
-        nargs="?",
-        type=expand_path,
-        help="registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml",
-    )
-    text = "model directory: check whether its chat template shows the environment's tools"
-    parser.add_argument("--model", type=expand_path, metavar="DIR", help=text)
-    text = "call the loss on synthetic steps: shape, finite gradients, purity; module:name or FILE.py:name"
-    parser.add_argument("--loss", type=expand_path, metavar="NAME", help=text)
-    parser.add_argument("--advantage", type=expand_path, metavar="NAME", help="call the advantage on synthetic groups")
-    parser.add_argument("--scorer", type=expand_path, metavar="NAME", help="call the scorer on synthetic conversations")
-    text = "check which task directories of another format can run, and why others cannot"
-    parser = _add_command(verbs, "import", text, "environments:env_import")
-    parser.add_argument("format", choices=["harbor"])
-    parser.add_argument("directory", type=expand_path, help="a task directory, or a directory of them")
-    text = "directory with the files of an image, or / for this machine's /usr; may be repeated"
-    parser.add_argument("--root", metavar="IMAGE=DIR", action="append", default=[], help=text)
-    parser.add_argument("--network", choices=["none", "open"], default="none", help="network of the sandboxes")
-    parser = _add_command(
-        verbs, "new", "write a new environment, with its tests and a configuration", "environments:env_new"
-    )
-    parser.add_argument("name", help="lower-case letters, digits and underscores; the directory must not exist")

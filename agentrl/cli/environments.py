@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.forked_child import report_progress, run_in_forked_child
 from agentrl.cli.output import print_json
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
-from agentrl.core.files import expand_path, temporary_directory
+from agentrl.core.files import temporary_directory
 from agentrl.core.text import escape_line, escape_text
 
 if TYPE_CHECKING:
@@ -163,29 +163,6 @@ def _config_of_run(id: str, overrides: Sequence[str]) -> RunConfig | None:
     if not isinstance(config.environment.id, str):
         raise InputError(f"{id} trains a mixture; check its environments one by one")
     return config
-
-
-def env_import(options: argparse.Namespace) -> int:
-    """`agentrl env import harbor DIR [--root IMAGE=DIR]`; exit code 1 if a task is refused."""
-    from agentrl.environment.registry import resolve
-
-    harbor: Any = resolve("harbor")
-    roots = {}
-    for pair in options.root:
-        image, equals, directory = pair.rpartition("=")
-        if not equals:
-            raise InputError(f"--root {pair}: write IMAGE=DIRECTORY")
-        roots[image] = expand_path(directory)
-    refusals = harbor.refusals(Path(options.directory).resolve(), roots, network=options.network)
-    usable = sum(not reasons for reasons in refusals.values())
-    if options.json:
-        print_json({"tasks": len(refusals), "usable": usable, "refusals": refusals})
-    else:
-        for name, reasons in refusals.items():
-            sys.stdout.write(f"{escape_line(name)}: {'refused' if reasons else 'can be played'}\n")
-            sys.stdout.writelines(f"  {escape_line(reason)}\n" for reason in reasons)
-        sys.stdout.write(f"{usable} of {len(refusals)} tasks can be played\n")
-    return 0 if usable == len(refusals) else CheckFailedError.exit_code
 
 
 def _check_tools_shown(report: Any, model: str | None, config: RunConfig | None) -> None:

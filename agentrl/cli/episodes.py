@@ -1,6 +1,6 @@
 """`agentrl episode …` and `agentrl step …`: list, show and explain episodes and optimizer steps, and run them again.
 
-`run whatif`, and `replay`, `rescore` and `fork` of episodes run the environment's code; the others only read.
+`replay`, `rescore` and `fork` of episodes run the environment's code; the others only read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from agentrl.cli.runs import RunAnswer, make_run_command
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.text import escape_line
 from agentrl.observe.progress import ProgressLine
-from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from agentrl.app.run_parts import RunFactories
     from agentrl.inspection.comparisons import ReplayResult
-    from agentrl.inspection.reader import RunReader
+    from agentrl.inspection.reader import EpisodeLine, RunReader
     from agentrl.inspection.render import TerminalPage
 
 MAX_EDIT_BYTES = 1 << 20
@@ -104,16 +102,6 @@ def episode_why(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 
 @make_run_command
-def episode_forks(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl episode forks [RUN]`."""
-    from agentrl.inspection.comparisons import fork_tree
-    from agentrl.inspection.render_episode import fork_tree_page
-
-    tree = fork_tree(reader)
-    return RunAnswer(tree, lambda: fork_tree_page(tree, run=run_argument(reader.path)))
-
-
-@make_run_command
 def episode_diff(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode diff [RUN] A [B]`: without B, a fork A is compared with its parent."""
     from agentrl.inspection.comparisons import compare_episodes
@@ -138,7 +126,6 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             until=options.until,
             environment=options.environment,
             overrides=options.overrides,
-            factories=_factories(reader),
             on_progress=progress,
         )
     code = _exit_code(results)
@@ -160,7 +147,6 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer
             rescoring=True,
             environment=options.environment,
             overrides=options.overrides,
-            factories=_factories(reader),
             on_progress=progress,
         )
     code = _exit_code(results)
@@ -169,74 +155,35 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer
 
 @make_run_command
 def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`; exit
-    code 1 if a fork was dropped.
-    """
+    """`agentrl episode fork [RUN] [ID | --where …] --at TURN|change [-n K] [--edit FILE] [--environment REF]
+    [--policy [SEAT=]WHO]`; exit code 1 if a fork was dropped."""
     from agentrl.app.forks import fork
-    from agentrl.inspection.comparisons import fork_tree
+    from agentrl.inspection.comparisons import FORKS
     from agentrl.inspection.reader import RunReader
-    from agentrl.inspection.render_episode import fork_tree_page
+    from agentrl.inspection.render import forks_page
 
     if options.n < 1:
         raise InputError("-n must be at least 1")
-    episode = chosen_episode(reader, options)
-    with contextlib.closing(ProgressLine(f"forking {episode}", sys.stderr)) as progress:
+    with contextlib.closing(ProgressLine("forking", sys.stderr)) as progress:
         headers = fork(
             reader.path,
-            episode,
+            _episodes(reader, options),
             at=options.at,
             n=options.n,
-            attempt=options.attempt,
             policy=options.policy,
             edit=None if options.edit is None else _edit(options.edit),
             environment=options.environment,
             overrides=options.overrides,
-            factories=_factories(reader),
             on_progress=progress,
         )
-    new_ids = {header.episode_id for header in headers}
-    root = RunReader(reader.path if reader.path.name != "forks" else reader.path.parent)
-    try:
-        tree = fork_tree(root)
-    finally:
-        root.close()
+    lines: list[EpisodeLine] = []
+    if headers:
+        with contextlib.closing(RunReader(reader.path if reader.path.name == FORKS else reader.path / FORKS)) as forks:
+            lines = forks.lines([(header.episode_id, header.attempt) for header in headers])
     names = ("episode", "reward", "rewards", "stop_reason", "drop_reason", "detail", "turns")
-    new_episodes = [{name: getattr(fork.line, name) for name in names} for fork in tree if fork.line.episode in new_ids]
+    new_episodes = [{name: getattr(line, name) for name in names} for line in lines]
     code = CheckFailedError.exit_code if any(header.drop_reason for header in headers) else 0
-    return RunAnswer(new_episodes, lambda: fork_tree_page(tree, new_ids), code)
-
-
-@make_run_command
-def run_whatif(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
-    """`agentrl run whatif [RUN] --environment REF [--where …]`; exit code 1 if no episode could be judged."""
-    from agentrl.app.whatif import newest_evaluation, whatif
-    from agentrl.inspection.comparisons import FORKS
-    from agentrl.inspection.render_episode import whatif_page
-
-    # a configuration names the environment this way
-    ids = [text for text in options.overrides if text.startswith("--environment.id=")]
-    environment = options.environment or (ids[-1].partition("=")[2] if ids else None)
-    if environment is None:
-        raise InputError("name the changed code: --environment path/to/new.py:Class")
-    if options.where is None:
-        episodes = newest_evaluation(reader)[: options.limit]
-    else:
-        lines = reader.episodes(options.where, descending=False, limit=options.limit)
-        episodes = [(line.episode, line.attempt) for line in lines]
-    if not episodes:
-        raise InputError("--where: no episode matches")
-    with contextlib.closing(ProgressLine("what if", sys.stderr)) as progress:
-        result = whatif(
-            reader.path,
-            episodes,
-            environment=environment,
-            overrides=[text for text in options.overrides if text not in ids],
-            factories=_factories(reader),
-            on_progress=progress,
-        )
-    root = reader.path.parent if reader.path.name == FORKS else reader.path
-    code = 0 if any(episode.after for episode in result.episodes) else CheckFailedError.exit_code
-    return RunAnswer(result, lambda: whatif_page(result, run=run_argument(root)), code)
+    return RunAnswer(new_episodes, lambda: forks_page(lines), code)
 
 
 def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:
@@ -264,16 +211,6 @@ def _episodes(reader: RunReader, options: argparse.Namespace) -> Sequence[tuple[
     if not lines:
         raise InputError("--where: no episode matches")
     return [(line.episode, line.attempt) for line in lines]
-
-
-def _factories(reader: RunReader) -> RunFactories | None:
-    """Return the sample run's factories, if this is one: its policies are a script, and its tokens are bytes."""
-    config = reader.info().get("config")
-    if not isinstance(config, dict):
-        raise InputError(f"{reader.path}: its journal contains no configuration, so its episodes cannot be re-executed")
-    from agentrl.testing.sample_run import is_sample_run, sample_run_factories
-
-    return sample_run_factories() if is_sample_run(config) else None
 
 
 def _edit(path: Path) -> str | Sequence[Mapping[str, Any]]:

@@ -23,6 +23,7 @@ from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, Stor
 from agentrl.core.files import os_error_advice, temporary_directory
 from agentrl.core.library_functions import LibraryFunctions, describe_removed
 from agentrl.core.machine import describe_missing_package, rare_collections
+from agentrl.core.removed import removed_name
 from agentrl.core.text import escape_line, escape_text
 
 _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE}
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: that of the process) and return its exit code."""
     _prepare_streams()
     library = LibraryFunctions()
-    options = argparse.Namespace(reads=True, takes_overrides=None)
+    options = argparse.Namespace(opening="", takes_overrides=None)
     try:
         try:
             options, extra_arguments = make_parser().parse_known_args(arguments)
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if options.reads:  # the reader closed our output, for example `| head`
+        if not options.opening:  # the reader closed our output, for example `| head`
             return 0
         _say("agentrl: the command was ended, because its output was closed\n")
         return StorageError.exit_code
@@ -201,6 +202,8 @@ def _overrides(arguments: Sequence[str], options: argparse.Namespace) -> list[st
 
 
 def _unknown_argument(argument: str, hint: str, options: argparse.Namespace) -> InputError:
+    if sentence := removed_name(f"{options.parser.prog} {argument.partition('=')[0]}"):
+        return InputError(sentence)
     close = nearest_option(options.parser, argument)
     return InputError(f"unknown argument {argument!r}; {f'did you mean {close}?' if close else hint}")
 

@@ -15,10 +15,7 @@ import re
 import select
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,10 +23,11 @@ import msgspec
 
 from agentrl.cli.output import print_json, print_json_line, print_text
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import CheckFailedError, InputError, StorageError
+from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.text import escape_line, plural
 from agentrl.inspection.comparisons import locate_episode
 from agentrl.inspection.reader import RunReader, convert_damage_errors, list_runs
+from agentrl.observe.metrics import interval_metric
 from agentrl.observe.run_directory import run_argument
 
 if TYPE_CHECKING:
@@ -41,9 +39,6 @@ if TYPE_CHECKING:
     from agentrl.journal.port import PruneTotals
 
 RUNS = Path("runs")
-MIRROR_RETRY_S = (1.0, 60.0)
-"""First and longest pause after a failed round of a mirror; it doubles with each failure. After the run has ended, the
-failure after the longest pause ends the mirror."""
 PROBLEMS_SHOWN = 5
 """Maximum number of problems that `run export` prints."""
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -168,7 +163,6 @@ def run_stats(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 @make_run_command
 def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl run curve [RUN] [--metric NAME]`."""
-    from agentrl.inspection.overview import evaluation_answers
     from agentrl.inspection.render import metric_curves_page, reward_curves_page
 
     if options.metric is None:
@@ -191,18 +185,17 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         for step, value in policy_points
     ]
     breaks = reader.evaluation_breaks() if options.metric.startswith("evaluation/") else {}
-    answers = evaluation_answers(reader, options.metric)
+    errors = {name: dict(points) for name, points in reader.metric(interval_metric(options.metric)).items()}
     for point in series:
         if point["step"] in breaks.get(point["policy"], ()):
             point["tasks_changed"] = True
-        if (answer := answers.get(point["policy"], {}).get(point["step"])) is not None:
-            point |= answer.values
-    texts = {policy: {step: answer.text for step, answer in by_step.items()} for policy, by_step in answers.items()}
-    return RunAnswer(series, lambda: metric_curves_page(options.metric, values, breaks, texts))
+        if (error := errors.get(point["policy"], {}).get(point["step"])) is not None:
+            point["error"] = error
+    return RunAnswer(series, lambda: metric_curves_page(options.metric, values, breaks, errors))
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """`agentrl run compare A B … [--by AXIS] [--metric NAME] [--margin DIFFERENCE]`."""
+    """`agentrl run compare A B … [--by AXIS] [--metric NAME]`."""
     from agentrl.inspection.render import comparison_page
     from agentrl.inspection.run_comparison import CURVES, compare_runs
 
@@ -211,7 +204,7 @@ def run_compare(options: argparse.Namespace) -> int:
         for reader in readers:
             stack.enter_context(convert_damage_errors(reader.log))
         metrics = options.metric or CURVES
-        comparison = compare_runs(readers, axis=options.by, metrics=metrics, margin=options.margin)
+        comparison = compare_runs(readers, axis=options.by, metrics=metrics)
         return print_answer(RunAnswer(comparison, lambda: comparison_page(comparison)), options)
 
 
@@ -424,53 +417,6 @@ def run_export(options: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{escape_line(line)}\n")
-
-
-def run_mirror(options: argparse.Namespace) -> int:
-    """`agentrl run mirror [RUN] --to PLACE`: until the run has ended. A failed round is retried."""
-    from agentrl.cluster.mirror import Mirror, open_run_copy
-    from agentrl.journal.run_process import read_process_state
-    from agentrl.observe.run_state import MirrorStatus, record_mirror
-
-    if not 0 < options.every <= 86_400:
-        raise InputError("--every must be a number of seconds, at most 86400")
-    run, clock = find_run(options.run).absolute(), SystemClock()
-    first_s, longest_s = MIRROR_RETRY_S
-    with open_run_copy(options.to, options.address) as call:
-        mirror = Mirror(run, call)
-        status = MirrorStatus(until=clock.wall(), every_s=options.every)
-        retry_s = first_s
-        try:
-            while True:
-                is_last, began = options.once or read_process_state(run) != "running", clock.wall()
-                try:
-                    round_result = mirror.round()
-                except StorageError as error:
-                    if options.once or (is_last and retry_s == longest_s):
-                        raise
-                    is_last, pause_s, retry_s = False, retry_s, min(2 * retry_s, longest_s)
-                    status = replace(status, error=str(error).encode("utf-8", "backslashreplace").decode()[:500])
-                    line = {"began": began, "error": status.error, "retry_s": pause_s}
-                    text = f"is behind: {error}; retrying in {pause_s:g} s"
-                else:
-                    pause_s, retry_s = options.every, first_s
-                    status = replace(status, until=began, error="")
-                    line = {"began": began, "seconds": round_result.seconds, "bytes": round_result.sent}
-                    shown_time = time.strftime("%H:%M:%S", time.localtime(began))
-                    cost = f"{round_result.sent / 1e6:.1f} MB in {round_result.seconds:.1f} s"
-                    text = f"has what the run wrote until {shown_time}: {cost}"
-                if options.json:
-                    print_json_line(line)
-                else:
-                    _say(f"{options.to} {text}")
-                    sys.stdout.flush()
-                record_mirror(run, options.to, None if is_last else status)
-                if is_last:
-                    return 0
-                threading.Event().wait(pause_s)
-        except (KeyboardInterrupt, InputError):  # there will be no mirror
-            record_mirror(run, options.to, None)
-            raise
 
 
 def run_serve(options: argparse.Namespace) -> int:

@@ -19,9 +19,8 @@ from agentrl.config.load import dump_toml, load, setting_place, setting_sources
 from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.files import expand_path
 from agentrl.core.masking import mask_secrets
-from agentrl.core.setting_paths import set_value
 from agentrl.core.text import escape_line, plural
-from agentrl.observe.progress import ProgressLine, spinner
+from agentrl.observe.progress import ProgressLine
 
 if TYPE_CHECKING:
     import argparse
@@ -51,8 +50,10 @@ def train(options: argparse.Namespace) -> int:
         config = reopened.config
     else:  # a run keeps models that it began with
         from agentrl.app.hub import check_local_models
+        from agentrl.app.resume import check_free
 
         check_local_models(config)
+        check_free(Path(config.directory, config.name))
     _import_environment(options, config, is_plan=options.dry_run)
     if options.dry_run:
         return _print_plan(config, {} if reopened is None else reopened.before, as_json=options.json)
@@ -91,10 +92,9 @@ def _import_environment(options: argparse.Namespace, config: RunConfig, *, is_pl
 
 def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) -> int:
     """Print the settings of a run and what follows from them; `before`: those with which it was started."""
-    from agentrl.app.hub import check_hub_models, with_downloaded_models
+    from agentrl.app.hub import check_hub_models
     from agentrl.app.model_files import model_paths
-    from agentrl.app.plan import resolve, with_chosen_engine
-    from agentrl.app.recipes import high_rates, with_learning_rates
+    from agentrl.app.plan import resolve, with_chosen_engine, with_learning_rates
     from agentrl.app.run_parts import environment_of
     from agentrl.app.scoring import expected_scores
     from agentrl.app.user_functions import load_user_functions
@@ -102,31 +102,16 @@ def _print_plan(config: RunConfig, before: Mapping[str, Any], *, as_json: bool) 
     functions = load_user_functions(config.trainer, config.credit, config.scorers, config.trained)
     with contextlib.suppress(ImportError):  # nothing that finds models on the hub is installed
         check_hub_models(model_paths(config), before)
+    config = with_learning_rates(config, before)
     config, line = with_chosen_engine(config, before)
-    open_settings = [
-        ("policies", name, "learning_rate")
-        for name, policy in config.trained.items()
-        if "learning_rate" not in policy.model_fields_set
-    ]
-    too_high: list[str] = []
-    with contextlib.suppress(InputError, ImportError):  # a model is not at hand, so its size is unknown
-        rated = with_learning_rates(with_downloaded_models(config, before, download=False), before)
-        too_high = list(high_rates(rated))
-        rates = {name: {"learning_rate": policy.learning_rate} for name, policy in rated.trained.items()}
-        policies = {name: policy.model_copy(update=rates[name]) for name, policy in config.trained.items()}
-        config, open_settings = config.model_copy(update={"policies": {**config.policies, **policies}}), []
     plan = resolve(config, environment_of(config))
-    for warning in [*plan.warnings(whole_groups=functions.compares_in_step), *too_high]:
+    for warning in plan.warnings(whole_groups=functions.compares_in_step):
         sys.stderr.write(f"WARNING {escape_line(warning)}\n")
     lines = [*plan.lines(), *([line] if line else []), *expected_scores(config)]
     if as_json:
-        settings = config.model_dump(mode="json")
-        for path in open_settings:
-            set_value(settings, path, None)
-        print_json(mask_secrets({**settings, "plan": lines}))
+        print_json(mask_secrets({**config.model_dump(mode="json"), "plan": lines}))
     else:
-        sys.stdout.write(dump_toml(config, without=open_settings))
-        lines += [f"{'.'.join(path)}: chosen at the start, by the model's size" for path in open_settings]
+        sys.stdout.write(dump_toml(config))
         sys.stdout.writelines(f"# {escape_line(line)}\n" for line in lines)
     return 0
 
@@ -187,25 +172,9 @@ def demo(options: argparse.Namespace) -> int:
     """`agentrl demo [EXAMPLE] [--section.field=value …] [--resume] [--dry-run]`: run an example in `runs/demo`."""
     from agentrl.config.fields import shipped_example
 
-    if options.journal_only:
-        return _sample(options)
     options.file, options.model = shipped_example(options.example), None
     options.overrides = ["name=demo", *options.overrides]
     return train(options)
-
-
-def _sample(options: argparse.Namespace) -> int:
-    if options.overrides or options.dry_run or options.resume:
-        raise InputError("--journal-only takes no settings, because its sample run is fixed; remove them")
-    from agentrl.testing.sample_run import write_sample_run
-
-    with spinner("writing runs/sample", sys.stderr):
-        path = str(write_sample_run().path)
-    if options.json:
-        print_json({"path": path})
-    else:
-        sys.stdout.write(f"{escape_line(path)}: view it with `agentrl episode list {escape_line(path)}`\n")
-    return 0
 
 
 def evaluate(options: argparse.Namespace) -> int:
@@ -248,9 +217,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
         progress("starting")
         reports: Any = {"on_progress": on_progress, "on_phase": progress.phase}
-        # The others play all tasks; the policy may need fewer to be compared with them.
         others = run_evaluation(config, other_weights, journal=compared_journal, **reports) if options.against else None
-        evaluation = run_evaluation(config, _weights(options.policy), journal=journal, against=others, **reports)
+        evaluation = run_evaluation(config, _weights(options.policy), journal=journal, **reports)
         metrics, verdict = dict(evaluation), ""
         if others is not None:
             metrics |= {name.replace("evaluation/", "compared/", 1): value for name, value in others.items()}

@@ -1,1 +1,1 @@
-"""A run's other processes: worker pools, trainer ranks and engines on Ray nodes, journal streams and mirrors."""
+"""A run's other processes: worker pools, trainer ranks and engines on Ray nodes, and journal streams."""

@@ -109,10 +109,6 @@ class RayPlacement:
     def gpus(self) -> tuple[str, ...]:
         return tuple(gpu.id for gpu in self._gpus)
 
-    def move(self, node: Node) -> None:
-        """Start the next process on a node, without GPUs."""
-        self._node, self._gpus, self._choose = node, (), None
-
     async def start(self, program: ChildProgram) -> ActorChildProcess:
         """Start a process. Starts Ray first if it does not run or is dead."""
         start_task = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")

@@ -26,8 +26,9 @@ from agentrl.core import rpc
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import AgentRLError, EngineLostError, JournalError
 from agentrl.core.network import Address, Listener, connect
+from agentrl.core.parent_death import die_with_parent
 from agentrl.core.records import ProcessStatus
-from agentrl.engines.process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
+from agentrl.engines.process import ChildProgram, LocalPlacement, Supervisor
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import SqliteTurnLog, check_entry_size

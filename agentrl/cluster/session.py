@@ -283,10 +283,6 @@ class RaySession:
             nodes.append(Node(identity, str(node["NodeManagerAddress"]), *gpus))
         return tuple(sorted(nodes, key=lambda node: (node.id != this_node, _in_order(node.address))))
 
-    def undrained(self) -> tuple[Node, ...]:
-        """Return the live nodes of the cluster that are not about to be taken away."""
-        return tuple(node for node in self.nodes() if not is_node_drained(node))
-
     def plan(self, demand: DeviceDemand) -> NodePlan:
         """Return the nodes and GPUs of a run's ranks, engines and workers; without a cluster, this machine's GPUs.
 

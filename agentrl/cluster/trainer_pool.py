@@ -50,9 +50,8 @@ if TYPE_CHECKING:
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
     from agentrl.core.tokens import RoutingReference
     from agentrl.credit.samples import ReadUnits
-    from agentrl.engines.weights.gloo import Rendezvous
-    from agentrl.engines.weights.senders import WeightDestination
     from agentrl.journal.routing import LostRouting
+    from agentrl.learn.ranks import Rendezvous
 
 PATIENCE_S = 60.0
 """Seconds for which the other ranks may continue after one refused a call; after that the group counts as stuck."""
@@ -64,7 +63,6 @@ OPERATION_LABELS = {
     "forward_backward": "computes a step",
     "optim_step": "computes a step",
     "publish": "publishes a version",
-    "send": "publishes a version",
     "save": "writes a checkpoint",
 }
 """Description of a trainer's activity for the user, by its ranks' method."""
@@ -76,14 +74,9 @@ RANK_MODULES = (
     "agentrl.learn.step_columns",
     "agentrl.learn.forward",
     "agentrl.learn.packing",
-    "agentrl.learn.context",
-    "agentrl.learn.experts",
-    "agentrl.learn.exchange",
     "agentrl.learn.ranks",
-    "agentrl.learn.recurrence",
     "agentrl.learn.trainer",
     "agentrl.learn.learner",
-    "agentrl.credit.advantages.gae",
     "agentrl.credit.samples",
     "agentrl.core.tokens",
     "agentrl.journal.rows",
@@ -189,7 +182,7 @@ class TrainerRank:
 
     def serve(self) -> Rendezvous:
         """Serve, as rank 0, the store through which the group forms."""
-        from agentrl.engines.weights.gloo import serve_rendezvous
+        from agentrl.learn.ranks import serve_rendezvous
 
         rendezvous, self._store = serve_rendezvous(self._addresses[self._rank])
         return rendezvous
@@ -317,9 +310,6 @@ class TrainerRank:
 
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         return self._trainer.publish(policy, version)
-
-    def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        self._trainer.send(version, recipient)
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))
@@ -457,9 +447,6 @@ class RayTrainerPool:
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         references: Sequence[WeightsRef] = await self._all("publish", policy, version)
         return references[0]
-
-    async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        await self._call(self._actors[:1], "send", version, recipient)
 
     async def save(self, directory: str) -> None:
         await self._all("save", await asyncio.to_thread(os.path.abspath, directory))

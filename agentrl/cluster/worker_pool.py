@@ -32,6 +32,7 @@ from agentrl.core.clock import ATTEMPTS
 from agentrl.core.errors import AgentRLError, EngineError, EpisodeError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ProcessStatus, dropped_header
 from agentrl.core.text import plural
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.run_process import NAMED
 
 if TYPE_CHECKING:
@@ -145,7 +146,6 @@ class WorkerPool:
         """Tasks that answer requests of workers."""
         self._awaited: dict[AddressableEngine, asyncio.Task[None]] = {}
         """Tasks that wait for engines without addresses."""
-        self._idle = asyncio.Event()
         """Set when the last episode in flight ends."""
         self._is_cancelling = False
         self._host: EpisodeHost
@@ -159,11 +159,6 @@ class WorkerPool:
         self._unready = {self._start_process(placement) for placement in self.placements}
         for engine in self._engines:
             engine.on_move(self._engine_moved)
-
-    def add(self, placement: ProcessPlacement) -> None:
-        """Start one more process. It takes episodes once it is ready, and the others fewer."""
-        self.placements = [*self.placements, placement]
-        self._start_process(placement)
 
     def _start_process(self, placement: ProcessPlacement) -> WorkerProcess:
         settings = self._settings
@@ -240,11 +235,6 @@ class WorkerPool:
         self._fill()
         return tuple(episode.spec.episode_id for episode in parked_episodes[:count])
 
-    async def drain(self) -> None:
-        while self._episodes:
-            self._idle.clear()
-            await self._idle.wait()
-
     async def cancel(self) -> None:
         """Stop all episodes. A process that does not stop is killed."""
         self._is_cancelling = True
@@ -257,7 +247,6 @@ class WorkerPool:
             await self._wait_until_settled()
             self._episodes.clear()
             self._numbers.clear()
-            self._idle.set()
         finally:
             self._is_cancelling = False
 
@@ -363,7 +352,7 @@ class WorkerPool:
                     episode.deaths -= killer.deaths
             for worker in self.processes:
                 worker.suspects = {number for number in worker.suspects if self._episodes[number].is_suspect}
-            self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
+            self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail)
             process.supervisor.achieved()  # the cause of its deaths has been dropped, so restart the count
         for episode in episodes:
             self._assign(episode)
@@ -395,8 +384,7 @@ class WorkerPool:
             case wire.EpisodeEnded():
                 self._leave(process, episode.number)
                 header = wire.decode_episode_header(episode.spec, message, process.partition)
-                counts = wire.decode_policy_counts(message)
-                self._commit(episode, header, message.digest, message.metrics, message.detail, counts)
+                self._commit(episode, header, message.digest, message.metrics, message.detail, message.counts)
                 self._fill()
             case wire.EpisodeProgressed():
                 episode.deaths.clear()
@@ -406,7 +394,7 @@ class WorkerPool:
             case wire.SpawnChildEpisodes():
                 tasks = [message.tasks[index] for index in message.of]
                 on_end = partial(self._child_ended, episode, message.attempt, message.call)
-                self._host.spawn(episode.spec, message.environment, tasks, message.call, on_end)
+                self._host.spawn(episode.spec, message.environment, tasks, message.call, on_end, ())
             case wire.StartBranches():
                 self._requests.add(self._start(self._branch(process.replier(), episode.spec, message)))
             case wire.RememberProposal():
@@ -481,14 +469,12 @@ class WorkerPool:
         digest: bytes,
         metrics: Mapping[str, float],
         detail: str,
-        counts: Mapping[str, PolicyCounts],
+        counts: Mapping[str, PolicyCounts] | None = None,
     ) -> None:
         async def commit() -> None:
-            await self._store.commit_episode(episode.spec, header, digest, metrics, detail)
-            if header.committed:
-                self._host.record_episode_metrics(episode.spec, header, counts)
-            else:
+            if not header.committed:
                 self.last_failure = detail
+            await self._store.commit(EpisodeEnd(episode.spec, header, digest, metrics, detail, counts))
             self._episodes.pop(episode.number, None)
             if self._numbers.get(episode.spec.episode_id) == episode.number:
                 del self._numbers[episode.spec.episode_id]
@@ -497,8 +483,6 @@ class WorkerPool:
             if parent is not None and not self._can_wait(parent):
                 parent.deaths.clear()  # it could make no progress while it waited, so these deaths do not count
                 self._fill()
-            if not self._episodes:
-                self._idle.set()
 
         self._start(commit())
 

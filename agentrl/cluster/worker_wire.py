@@ -22,7 +22,6 @@ from agentrl.core.records import (
     ForkPoint,
     PolicyVersion,
     ProposalNovelty,
-    Score,
     StopReason,
     Task,
     TrajectoryHeader,
@@ -50,8 +49,8 @@ class EpisodeEnded(rpc.WireMessage, frozen=True):
     entries: int
     digest: bytes
     metrics: dict[str, float]
-    counted: dict[str, PolicyCounts] | None
-    """Counts by policy; None if only one policy acted and counted all of `metrics`, in all turns."""
+    counts: dict[str, PolicyCounts] | None
+    """See `EpisodeEnd.counts`."""
 
 
 # --- to the worker ----------------------------------------------------------------------------------------------------
@@ -75,8 +74,6 @@ class WorkerSetup(rpc.WireMessage, frozen=True):
     """Capabilities of the engine, with this worker's share of its KV budget."""
     scorers: dict[str, FunctionCode]
     """Code of the scorers' functions, by the scorer's name."""
-    kept_scores: dict[str, dict[bytes, Score]]
-    """Scores of earlier attempts of the run, by the scorer's name and the hash of the content."""
     receiver: str = ""
     """Address of the journal's receiver; "" if the worker writes its partition itself."""
     host: str = ""
@@ -273,15 +270,12 @@ FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromW
 def encode_episode_ended(
     number: int,
     header: EpisodeHeader,
-    *,
     digest: bytes = b"",
     metrics: Mapping[str, float] | None = None,
     detail: str = "",
-    policy_counts: Mapping[str, PolicyCounts] | None = None,
+    counts: Mapping[str, PolicyCounts] | None = None,
 ) -> EpisodeEnded:
     """Encode an episode's end as a message, without data that the run already has."""
-    metrics, policy_counts = dict(metrics or {}), dict(policy_counts or {})
-    plain = not policy_counts or list(policy_counts.values()) == [PolicyCounts(header.turns, metrics)]
     return EpisodeEnded(
         number=number,
         attempt=header.attempt,
@@ -301,8 +295,8 @@ def encode_episode_ended(
         measured_against=header.measured_against,
         entries=0 if header.location is None else header.location.entries,
         digest=digest,
-        metrics=metrics,
-        counted=None if plain else policy_counts,
+        metrics=dict(metrics or {}),
+        counts=None if counts is None else dict(counts),
     )
 
 
@@ -323,13 +317,3 @@ def decode_episode_header(spec: EpisodeSpec, message: EpisodeEnded, partition: s
         location=None if message.drop_reason or partition is None else EpisodeDataLocation(partition, message.entries),
         measured_against=message.measured_against,
     )
-
-
-def decode_policy_counts(message: EpisodeEnded) -> dict[str, PolicyCounts]:
-    """Return the counts of each policy that acted."""
-    if message.counted is not None:
-        return message.counted
-    return {
-        policy: PolicyCounts(message.turns, message.metrics)
-        for policy in {fields[2] for fields in message.trajectories}
-    }

@@ -1,7 +1,7 @@
 """The algorithms of a run, by their settings: what each loss, estimator, normalizer and release rule gives and needs.
 
-The functions are in `learn.losses`, `credit.advantages` and `credit.release`. The exchange between ranks, the refused
-combinations and the tables in docs/reference/algorithms.md and combinations.md follow from these declarations.
+The functions are in `learn.losses`, `credit.estimators` and `credit.release`. The exchange between ranks, the refused
+combinations and the tables in docs/reference/algorithms.md follow from these declarations.
 """
 
 from __future__ import annotations
@@ -14,17 +14,9 @@ from agentrl.core.parts import Need, Part, Property
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
-_BY_TOKEN = FunctionDeclaration("loss", groups="token", linear=True)
-_BY_CONVERSATION = FunctionDeclaration("loss", groups="agent", linear=True)
-_BY_STEP = FunctionDeclaration("loss", groups="step")
 LOSSES: dict[str, FunctionDeclaration] = {
-    **dict.fromkeys(("truncated", "dppo", "ppo", "reinforce", "cispo", "sapo", "decoupled_ppo"), _BY_TOKEN),
-    "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level", linear=True),
-    "geometric_mask": FunctionDeclaration("loss", groups="agent", groups_option="level", linear=True),
-    **dict.fromkeys(("off_policy_mask", "topr", "vespo"), _BY_CONVERSATION),
-    "gspo": _BY_CONVERSATION._replace(linear=False),  # gives a token the mean advantage of its conversation
-    **dict.fromkeys(("m2po", "kl_cov"), _BY_STEP._replace(linear=True)),
-    "clip_cov": _BY_STEP,
+    **dict.fromkeys(("truncated", "ppo", "reinforce"), FunctionDeclaration("loss", groups="token")),
+    "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level"),
     "distillation": FunctionDeclaration(
         "loss",
         groups="token",
@@ -84,7 +76,6 @@ def loss_part(name: str, declaration: FunctionDeclaration, options: Mapping[str,
         Property.NO_DIVERGENCE: not declaration.divergence,
         Property.WITHIN_TURN: grouping in WITHIN_TURN,
         Property.BY_TOKEN: grouping == "token",
-        Property.LINEAR: declaration.linear,
     }
     needs = {_WHOLE_GROUP: grouping == "group", NEEDS_REFERENCE: declaration.reference}
     return Part(
@@ -121,61 +112,30 @@ _COMPANIONS = Need(
     "group size",
     Property.COMPANIONS,
     "an episode without others to compare it with teaches nothing",
-    "set credit.group_size = 2 or more, or credit.advantage = 'role_mean', 'gae' or 'none'",
+    "set credit.group_size = 2 or more, or credit.advantage = 'role_mean' or 'none'",
 )
 _COMPARED = FunctionDeclaration("advantage", needs=(_COMPANIONS,))
-_STANDARDIZED = FunctionDeclaration("advantage", over="step")
 _ALONE = FunctionDeclaration(
     "advantage",
-    linear=True,
     gives=frozenset({Property.LEAVES_OUT_MEMBER}),
     lacks=frozenset({Property.COMPARES_GROUP}),
 )
 ADVANTAGES: dict[str, FunctionDeclaration] = {
-    "leave_one_out": _COMPARED._replace(linear=True, gives=frozenset({Property.LEAVES_OUT_MEMBER, Property.TREE_FORM})),
-    "group_mean": _COMPARED._replace(linear=True),
-    "group_std": _COMPARED,
+    "leave_one_out": _COMPARED._replace(gives=frozenset({Property.LEAVES_OUT_MEMBER, Property.TREE_FORM})),
+    **dict.fromkeys(("group_mean", "group_std"), _COMPARED),
     "role_mean": _ALONE._replace(lacks=_ALONE.lacks | {Property.REWARDS_TO_GO, Property.EQUAL_FOR_EQUAL}),
     "none": _ALONE._replace(gives=_ALONE.gives | {Property.TREE_FORM}),
-    **dict.fromkeys(("max_rl", "best_of_n"), _COMPARED),
-    "pass_at_k": _COMPARED._replace(lacks=frozenset({Property.EQUAL_FOR_EQUAL})),
-    "gigpo": _COMPARED._replace(
-        lacks=frozenset({Property.REWARDS_TO_GO, Property.IGNORES_STATES, Property.EQUAL_FOR_EQUAL})
-    ),
-    "reinforce_plus_plus": _STANDARDIZED,
-    "reinforce_plus_plus_baseline": _STANDARDIZED._replace(needs=(_COMPANIONS,)),
-    "gdpo": _STANDARDIZED._replace(needs=(_COMPANIONS,), lacks=frozenset({Property.EQUAL_FOR_EQUAL})),
-    "gae": _ALONE._replace(
-        needs=(
-            Need(
-                "learners",
-                Property.ONE_POLICY,
-                "it estimates the values of one policy",
-                "set kind = 'frozen' for all policies but one, or credit.advantage = 'role_mean' or 'leave_one_out'",
-            ),
-            Need(
-                "loss",
-                Property.WEIGHS_ADVANTAGES,
-                "that loss does not learn from advantages, so values would serve nothing",
-                "set credit.advantage = 'none' or 'leave_one_out', or another trainer.loss.name",
-            ),
-        )
-    ),
 }
 """The built-in advantage estimators, by `credit.advantage`."""
 
 
 def advantage_part(name: str, declaration: FunctionDeclaration, options: Mapping[str, Any]) -> Part:
     """Return the part of an advantage estimator with its options."""
-    # `gae` can replace later rewards by values, which do not weigh more after `ctx.roulette`.
-    reads_values = name == "gae" and (options.get("trace_decay", 1.0) != 1.0 or options.get("bootstrap", False))
     gives = {
         Property.EQUAL_FOR_EQUAL: True,
-        Property.IGNORES_STATES: True,
         Property.COMPARES_GROUP: declaration.over != "step",
         Property.REWARDS_TO_GO: declaration.over != "step",
         Property.TREE_FORM: declaration.over == "tree",
-        Property.LINEAR: declaration.linear and not reads_values,
     }
     return Part(
         "advantage",
@@ -248,7 +208,7 @@ DYNAMIC_SAMPLING = Part(
         ),
     ),
 )
-TO_GO_OF_GROUP = Part(
+TO_GO = Part(
     "turn credit",
     "credit.turn_credit = 'to_go'",
     "set credit.turn_credit = 'sum'",
@@ -262,6 +222,8 @@ TO_GO_OF_GROUP = Part(
         Need("release", Property.WHOLE_GROUPS, "earlier groups are remembered as wholes"),
     ),
 )
-TO_GO_OF_VALUES = TO_GO_OF_GROUP._replace(needs=TO_GO_OF_GROUP.needs[:1])
-"""`to_go` with `gae`, which compares with values instead of the group."""
-ONE_MEMBER = Part("group size", "credit.group_size = 1", "set credit.group_size = 2 or more")
+ONE_MEMBER = Part(
+    "group size",
+    "credit.group_size = 1",
+    "set credit.group_size = 2 or more",
+)

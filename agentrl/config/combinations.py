@@ -1,12 +1,12 @@
 """The parts of a run that must fit each other, besides its algorithms: what each gives and needs.
 
 `config.run.run_parts` lists the parts of a configuration in the order in which conflicts are reported, and
-`core.parts.compatible` finds the conflicts. docs/reference/combinations.md is generated from the same tables.
+`core.parts.compatible` finds the conflicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.config.algorithms import (
@@ -16,18 +16,16 @@ from agentrl.config.algorithms import (
     NEEDS_REFERENCE,
     ONE_MEMBER,
     RELEASES,
-    TO_GO_OF_GROUP,
-    TO_GO_OF_VALUES,
+    TO_GO,
     advantage_part,
     loss_part,
     normalizer_part,
 )
-from agentrl.config.policies import FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
+from agentrl.config.policies import PolicyConfig
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.parts import Need, Part, Property
 
 if TYPE_CHECKING:
-    from agentrl.config.policies import AnyPolicy
     from agentrl.config.scorers import ScorerConfig
     from agentrl.config.sections import CreditConfig, LossConfig
     from agentrl.core.ports import EngineCapabilities, Refresh
@@ -56,15 +54,15 @@ MEASURED_STALENESS = Part(
 )
 MASKED_LAG = Part(
     "bound on lag",
-    "policies.NAME.over_lag = 'mask'",
-    "set policies.NAME.over_lag = 'wait'",
+    "policies.NAME.max_lag",
+    "remove policies.NAME.max_lag",
     needs=(
         Need(
             "loss",
             Property.BY_TOKEN,
             "it weighs a token by others, of which only the newer ones are left; even a turn can span versions",
-            "set a loss that groups by token (docs/reference/algorithms.md), such as 'truncated', or "
-            "policies.NAME.over_lag = 'wait'",
+            "set a loss that groups by token (docs/reference/algorithms.md), such as 'truncated', or remove "
+            "policies.NAME.max_lag",
         ),
         Need(
             "normalizer",
@@ -211,7 +209,7 @@ def running_engine_part(capabilities: EngineCapabilities, adapters: int) -> Part
     )
 
 
-# --- scorers, recorded turns and the cluster --------------------------------------------------------------------------
+# --- scorers and the cluster ------------------------------------------------------------------------------------------
 
 CLUSTER = Part("cluster", "cluster.address", "remove cluster.address")
 GROUP_SCORER = Part(
@@ -226,78 +224,12 @@ GROUP_SCORER = Part(
         ),
     ),
 )
-REWARD_MODEL = Part(
-    "reward model",
-    "scorers.NAME.reward_model",
-    "serve the model behind an endpoint and name it as a judge",
-    needs=(
-        Need(
-            "cluster",
-            Property.SHARED_FILES,
-            "the reward model runs on the run's machine, which workers on other machines cannot reach",
-        ),
-    ),
-)
-VOTELESS_JUDGE = Part(
-    "votes",
-    "scorers.NAME.votes = 0",
-    "set scorers.NAME.votes = 1 or more",
-    needs=(
-        Need(
-            "judge",
-            Property.ANSWER_PROBABILITIES,
-            "it computes log-probabilities, which an endpoint does not give",
-            "set scorers.NAME.votes = 1 or more, or name a frozen policy as the judge",
-        ),
-        Need(
-            "judge",
-            Property.FIXED_WEIGHTS,
-            "the version that judged would not be recorded, since the judge learns",
-            "set scorers.NAME.votes = 1 or more, or name a frozen policy as the judge",
-        ),
-    ),
-)
-_JUDGE_PROPERTIES = frozenset({Property.ANSWER_PROBABILITIES, Property.FIXED_WEIGHTS, Property.REPEATABLE})
-JUDGES: dict[type, Part] = {
-    FrozenPolicy: Part("judge", "a frozen judge of scorers.NAME", gives=_JUDGE_PROPERTIES),
-    OpponentPoolPolicy: Part("judge", "a judge of scorers.NAME with kind = 'past'", gives=_JUDGE_PROPERTIES),
-    RemotePolicy: Part(
-        "judge",
-        "a remote judge of scorers.NAME",
-        "name a frozen policy as the judge",
-        _JUDGE_PROPERTIES - {Property.ANSWER_PROBABILITIES},
-    ),
-    PolicyConfig: Part(
-        "judge",
-        "a judge of scorers.NAME that learns",
-        "name a frozen policy as the judge",
-        frozenset({Property.ANSWER_PROBABILITIES}),
-    ),
-}
 """Judges, by the kind of their policy."""
-START_FROM = Part(
-    "recorded turns",
-    "environment.start_from",
-    "remove environment.start_from",
-    needs=(
-        Need(
-            "cluster",
-            Property.SHARED_FILES,
-            "it reads the journal of another run, which workers on other machines cannot",
-        ),
-        Need(
-            "advantage",
-            Property.IGNORES_STATES,
-            "it compares the states of turns, and recorded turns have the same states in every member of a group",
-        ),
-    ),
-)
-
 # --- deterministic runs -----------------------------------------------------------------------------------------------
 
 SCHEDULE = Part(
     "schedule",
-    "freeze, max_in_flight = 'auto', sample_until_end = true, steps as a table, best.stop_*, or seats.* as a list",
+    "freeze, max_in_flight = 'auto', steps as a table, best.stop_at, or seats.* as a list",
 )
 """Settings under which batches depend on results or differ by policy."""
 _CHANGES = "batches would depend on more than the run's configuration, or differ by policy"
@@ -306,7 +238,6 @@ DETERMINISTIC = Part(
     "deterministic = true",
     "set deterministic = false",
     needs=(
-        Need("judge", Property.REPEATABLE, "the judge learns while it judges"),
         Need("release", Property.WHOLE_GROUPS, "who ends first depends on the machine"),
         Need(
             "weights",
@@ -322,33 +253,31 @@ DETERMINISTIC = Part(
     ),
 )
 
-# --- environments with branches, probes or roulette -------------------------------------------------------------------
+# --- environments with branches ---------------------------------------------------------------------------------------
 
-_TREE_NEEDS = (
-    Need(
-        "advantage",
-        Property.TREE_FORM,
-        "this estimator has no form for trees",
-        "set credit.advantage = 'leave_one_out' or 'none', or mark your function with "
-        '@agentrl.advantage(over="tree")',
-    ),
-    Need("release", Property.WHOLE_GROUPS, "a tree is released whole"),
-    Need("learners", Property.ONE_POLICY, "a tree stays on one version"),
-    Need(
-        "weights",
-        Property.STABLE_VERSION,
-        "with max_staleness above 0, full weights change while a tree runs, since an engine holds one version of them",
-        "train an adapter (policies.NAME.lora, without merge), or set policies.NAME.max_staleness = 0",
-    ),
-    Need("scorer", Property.SCORES_EPISODES, "its judge would compare branches with whole episodes"),
-    Need("cluster", Property.SHARED_FILES, "workers on other machines cannot read the turns before a branch"),
-)
 BRANCHES = Part(
     "environment",
     "branches of an environment",
     "set branches = 0",
     needs=(
-        *_TREE_NEEDS,
+        Need(
+            "advantage",
+            Property.TREE_FORM,
+            "this estimator has no form for trees",
+            "set credit.advantage = 'leave_one_out' or 'none', or mark your function with "
+            '@agentrl.advantage(over="tree")',
+        ),
+        Need("release", Property.WHOLE_GROUPS, "a tree is released whole"),
+        Need("learners", Property.ONE_POLICY, "a tree stays on one version"),
+        Need(
+            "weights",
+            Property.STABLE_VERSION,
+            "with max_staleness above 0, full weights change while a tree runs, since an engine holds one version of "
+            "them",
+            "train an adapter (policies.NAME.lora, without merge), or set policies.NAME.max_staleness = 0",
+        ),
+        Need("scorer", Property.SCORES_EPISODES, "it would compare branches with whole episodes"),
+        Need("cluster", Property.SHARED_FILES, "workers on other machines cannot read the turns before a branch"),
         Need(
             "loss",
             Property.WITHIN_TURN,
@@ -364,96 +293,18 @@ BRANCHES = Part(
         Need("normalizer", Property.WITHIN_TURN, "a branch has only the end of a conversation"),
     ),
 )
-PROBES = Part("environment", "probes of an environment", "set probes = 0", needs=_TREE_NEEDS)
-ROULETTE = Part(
-    "environment",
-    "roulette of an environment",
-    "set roulette = False",
-    needs=(
-        Need(
-            "loss",
-            Property.LINEAR,
-            "its gradient is not linear in the advantages",
-            "set trainer.loss.name = 'truncated', or mark your function with @agentrl.loss(linear=True) if on policy, "
-            "the derivative by a log-probability is the advantage times a constant",
-        ),
-        Need(
-            "normalizer",
-            Property.WITHIN_TURN,
-            "a stopped conversation is shorter, so its tokens would weigh more",
-        ),
-        Need(
-            "advantage",
-            Property.LINEAR,
-            "its advantages are not linear in the rewards",
-            "set credit.advantage = 'leave_one_out', or mark your function with @agentrl.advantage(linear=True) if a "
-            "member's advantage is its reward times a constant, minus something that its own reward does not change",
-        ),
-        Need(
-            "dynamic sampling",
-            Property.LINEAR,
-            "survivors and stopped episodes differ in reward where whole episodes do not",
-        ),
-        Need(
-            "scorer",
-            Property.LINEAR,
-            "its scores compare conversations of which some were stopped",
-            "set scorers.NAME.per = 'episode', or mark your function with @agentrl.scorer(linear=True) if a member's "
-            "score does not depend on the others",
-        ),
-    ),
-)
-
-# --- trainer ranks ----------------------------------------------------------------------------------------------------
-
-SHARDED = Part("sharding", "sharded weights", gives=frozenset({Property.EXPERTS_ON_RANKS}))
-OFFLOADED = Part("sharding", "trainer.sharding = 'offload'")
-COMPILED = Part(
-    "trainer setting",
-    "trainer.compile = true",
-    needs=(
-        Need(
-            "sharding",
-            Property.WHOLE_LAYERS,
-            "it compiles whole layers, and the ranks hold shards of them",
-            "set trainer.sharding = 'none', or trainer.compile = false",
-        ),
-    ),
-)
-DISPATCHED = Part(
-    "trainer setting",
-    "trainer.experts = 'dispatched'",
-    needs=(
-        Need(
-            "sharding",
-            Property.EXPERTS_ON_RANKS,
-            "each rank computes experts where their weights are",
-            "set trainer.sharding = 'full', or trainer.experts = 'auto'",
-        ),
-    ),
-)
-WHOLE_ROWS = Part("model", "a model of policies.NAME that computes every row whole")
-CONTEXT_RANKS = Part(
-    "trainer setting",
-    "trainer.context_ranks above 1",
-    "set trainer.context_ranks = 1",
-    needs=(Need("model", Property.SHARES_PREFIXES, "context ranks divide the tokens of prefix trees"),),
-)
-
 
 # --- the parts of sections --------------------------------------------------------------------------------------------
 
 
 class Declarations(NamedTuple):
-    """What the run's loss, advantage estimator and scorers of groups declare.
+    """What the run's loss and advantage estimator declare.
 
     The default is for functions that are not loaded yet: they may declare whatever fits.
     """
 
-    loss: FunctionDeclaration = FunctionDeclaration("loss", groups="token", linear=True)
-    advantage: FunctionDeclaration = FunctionDeclaration("advantage", over="tree", linear=True)
-    linear_scorers: Collection[str] | None = None
-    """Scorers whose functions are marked as linear; None: not known yet."""
+    loss: FunctionDeclaration = FunctionDeclaration("loss", groups="token")
+    advantage: FunctionDeclaration = FunctionDeclaration("advantage", over="tree")
 
 
 UNLOADED = Declarations()
@@ -470,7 +321,7 @@ def credit_parts(credit: CreditConfig, loss: LossConfig, declarations: Declarati
     yield loss_part(loss.name, LOSSES.get(loss.name, declarations.loss), loss.options)
     yield normalizer_part(loss.normalizer)
     if credit.turn_credit == "to_go":
-        yield TO_GO_OF_VALUES if advantage.name == "gae" else TO_GO_OF_GROUP
+        yield TO_GO
     if credit.dynamic_sampling:
         yield DYNAMIC_SAMPLING
     if credit.group_size == 1:
@@ -485,20 +336,11 @@ def learner_parts(loss: LossConfig, trained: Mapping[str, PolicyConfig]) -> Iter
     for name, policy in trained.items():
         if not policy.reference:
             yield WITHOUT_REFERENCE.named(name, *([Property.FROZEN_REFERENCE] if policy.lora is not None else []))
-        if policy.masks_beyond is not None:
+        if policy.max_lag is not None:
             yield MASKED_LAG.named(name)
 
 
-def scorer_parts(
-    scorers: Mapping[str, ScorerConfig], policies: Mapping[str, AnyPolicy], linear: Collection[str] | None
-) -> Iterator[Part]:
+def scorer_parts(scorers: Mapping[str, ScorerConfig]) -> Iterator[Part]:
     for name, scorer in scorers.items():
-        if scorer.judge and (judge := JUDGES.get(type(policies[scorer.judge]))):
-            yield judge.named(name)
-            if not scorer.votes:
-                yield VOTELESS_JUDGE.named(name)
         if scorer.per == "group":
-            is_linear = linear is None or scorer.credit == "note" or name in linear
-            yield GROUP_SCORER.named(name, *([Property.LINEAR] if is_linear else []))
-        if scorer.reward_model:
-            yield REWARD_MODEL.named(name)
+            yield GROUP_SCORER.named(name)

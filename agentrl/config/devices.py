@@ -4,8 +4,8 @@ Trainer ranks take GPUs from the first, one each; engines take them from the las
 parallel sizes; each base model has its own engines. Where there are fewer GPUs than both need, ranks and engines share
 GPUs in the middle: the engine takes a stated share of the memory when it starts, and the rank may not allocate more
 than the rest. So either may start first, and an engine can restart while a trainer is loaded. If the engines alone need
-more GPUs than there are, the engines of all base models share them. A reward model takes an unused GPU, or the
-CPU. GPUs of a Ray cluster are never shared, and an
+more GPUs than there are, the engines of all base models share them.
+GPUs of a Ray cluster are never shared, and an
 engine's GPUs are on one node.
 
 On a cluster, ranks take nodes from the run's own host onwards, engines from the last backwards, and workers take all in
@@ -15,7 +15,7 @@ turn. Rank 0 is on the run's host: it writes versions, step columns and checkpoi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -50,8 +50,6 @@ class DevicePlan:
 
     bases: tuple[str, ...] = ()
     """Name of each engine's base model, if the run has several."""
-    reward_models: Mapping[str, int | None] = field(default_factory=dict)
-    """GPU of each reward model, by its scorer; None: it computes on the CPU."""
 
     def gpus_of_engine(self, number: int) -> tuple[Gpu, ...]:
         """The GPUs of an engine; empty: it computes on CPUs."""
@@ -60,11 +58,6 @@ class DevicePlan:
     def gpu_of_rank(self, rank: int) -> Gpu | None:
         """The GPU of a trainer rank; None: it computes on CPUs."""
         return self.gpus[self.ranks[rank]] if self.ranks else None
-
-    def gpu_of_reward_model(self, scorer: str) -> Gpu | None:
-        """The GPU of a reward model; None: it computes on the CPU."""
-        at = self.reward_models.get(scorer)
-        return None if at is None else self.gpus[at]
 
     def shares_gpu(self, number: int) -> bool:
         """Whether a trainer rank or another engine computes on a GPU of an engine."""
@@ -126,11 +119,9 @@ class DevicePlan:
             for number in engines:
                 of_what = "" if users else " of its memory"
                 users.append(f"{self.name_of_engine(number)} ({self.shares[number]:.0%}{of_what})")
-            users += [f"reward model {scorer}" for scorer, device in self.reward_models.items() if device == at]
             where = f" of node {gpu.node[:8]}" if gpu.node else ""
             lines.append(f"GPU {gpu.id}{where}: {' and '.join(users) or 'not used'}")
-        on_cpu = [scorer for scorer, device in self.reward_models.items() if device is None]
-        return [*lines, *(f"CPU: reward model {scorer}" for scorer in on_cpu)]
+        return lines
 
 
 def device_plan(demand: DeviceDemand) -> DevicePlan:
@@ -155,7 +146,7 @@ def plan_devices(demand: DeviceDemand, gpus: Sequence[Gpu], *, ranks: bool = Tru
         ConfigError: there are too few, or a rank would have no memory left.
     """
     if not gpus or demand.stays_on_cpu:
-        return DevicePlan(gpus=(), reward_models=dict.fromkeys(demand.reward_models))
+        return DevicePlan(gpus=())
     bases, engine = demand.bases, demand.engine
     gpus_per_engine = engine.devices
     may_share = not any(gpu.node for gpu in gpus)
@@ -181,11 +172,6 @@ def plan_devices(demand: DeviceDemand, gpus: Sequence[Gpu], *, ranks: bool = Tru
     if len(blocks) < engine_count or len(rank_candidates) < count:
         raise ConfigError(_too_few(demand, len(gpus), ranks=count, engines=engine_count, may_share=may_share))
     rank_gpus = tuple(rank_candidates[:count])
-    unused_gpus = [at for at in range(len(gpus)) if at not in engine_gpus and at not in rank_gpus]
-    reward_models = {
-        scorer: unused_gpus.pop(0) if takes_gpu and unused_gpus else None
-        for scorer, takes_gpu in demand.reward_models.items()
-    }
     blocks = sorted(blocks) * engines_per_block
     plan = DevicePlan(
         gpus=tuple(gpus),
@@ -197,7 +183,6 @@ def plan_devices(demand: DeviceDemand, gpus: Sequence[Gpu], *, ranks: bool = Tru
             for block in blocks
         ),
         bases=tuple(name for name in bases for _ in range(engine.count)) if len(bases) > 1 else (),
-        reward_models=reward_models,
     )
     for rank in range(count):
         # a rank cannot start with less
@@ -351,7 +336,7 @@ def reassign_lost_ranks(plan: NodePlan, workers: int, nodes: Sequence[Node]) -> 
             if not free:
                 raise TrainerLostError(
                     f"node {node.address} of trainer rank {rank} was lost, and no other node has a free GPU; "
-                    "cluster.min_nodes makes the run wait for the node"
+                    "start a node, then resume with --resume"
                 )
             ranks[rank] = free.pop(0)
             at = plan.devices.ranks[rank]

@@ -17,6 +17,7 @@ from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import InputError
 from agentrl.core.files import expand_path
 from agentrl.core.json_data import copy_json
+from agentrl.core.machine import install_command
 from agentrl.core.ports import LARGEST_TEMPERATURE, LEAST_TEMPERATURE
 from agentrl.core.reply_formats import REPLY_FORMATS
 
@@ -107,7 +108,6 @@ Positive = Annotated[int, Field(gt=0, le=10**6)]
 Rate = Annotated[float, Field(gt=0)]
 Tokens = Annotated[int, Field(gt=0, le=10**8), NumberUnit("tokens")]
 Episodes = Annotated[int, Field(gt=0, le=10**7), NumberUnit("episodes")]
-MaybeEpisodes = Annotated[int, Field(ge=0, le=10**7), NumberUnit("episodes")]
 Steps = Annotated[int, Field(gt=0, le=10**9), NumberUnit("optimizer steps")]
 MaybeSteps = Annotated[int, Field(ge=0, le=10**9), NumberUnit("optimizer steps")]
 Seconds = Annotated[float, Field(gt=0, le=1e9), NumberUnit("s")]
@@ -134,6 +134,11 @@ _NAMES_IN_PAPERS: Mapping[tuple[str, str], str] = {
     ("loss", "dapo"): "ppo",
 }
 """Built-in functions by their names in papers and other libraries (docs/how-to/coming_from.md)."""
+PACKAGED: Mapping[Kind, str] = {
+    "loss": "cispo clip_cov decoupled_ppo dppo geometric_mask gspo kl_cov m2po off_policy_mask sapo topr vespo",
+    "advantage": "best_of_n gdpo gigpo max_rl pass_at_k reinforce_plus_plus reinforce_plus_plus_baseline",
+}
+"""Functions of packages/algorithms, by kind."""
 
 
 def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> None:
@@ -143,6 +148,8 @@ def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> 
         ValueError: there is no such function.
     """
     if name not in built_in and ":" not in name and name not in (installed_names := installed_functions(kind)):
+        if name in PACKAGED.get(kind, "").split():
+            raise ValueError(f"{name!r} is in episodic-rl-algorithms: {install_command(package='algorithms')}")
         built_in_hint = f"; built in are {', '.join((*built_in, *installed_names))}" if built_in else ""
         if name_here := _NAMES_IN_PAPERS.get((kind, name.lower().replace("-", "_"))):
             built_in_hint = f"; here it is {name_here!r} (docs/reference/algorithms.md){built_in_hint}"

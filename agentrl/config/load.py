@@ -15,17 +15,16 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
 from agentrl.config.fields import ResumeRule
 from agentrl.config.mistakes import (
-    config_error,
     converted_values,
     describe_validation_error,
     find_problems,
@@ -35,17 +34,15 @@ from agentrl.config.mistakes import (
 )
 from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
-from agentrl.config.scorers import is_rubric_file
 from agentrl.core.errors import ConfigError, JournalError
 from agentrl.core.files import expand_path, near_file_hint
 from agentrl.core.masking import MASK, mask_secrets
+from agentrl.core.removed import removed_settings
 from agentrl.core.setting_paths import set_value, value_at
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-
-S = TypeVar("S", bound=BaseModel)
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -92,15 +89,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     scorers = {
         name: _resolve_code(source, scorer.function, key=f"scorers.{name}.function")
         for name, scorer in config.scorers.items()
-        if scorer.function
     }
-    models = {
-        name: scorer.model_copy(
-            update={"reward_model": resolve_path(source, scorer.reward_model, key=f"scorers.{name}.reward_model")}
-        )
-        for name, scorer in config.reward_models.items()
-    }
-    config = config.model_copy(update={**update, "scorers": {**config.scorers, **models}})
+    config = config.model_copy(update=update)
     return config.with_functions(loss=loss, advantage=advantage, scorers=scorers)
 
 
@@ -117,7 +107,6 @@ def _with_overrides(
         return [str(error)]
     if endpoint is not None:
         _put_behind(endpoint, changed)
-    _read_rubrics(source, changed)
     try:
         config = _validate(changed, raw)
         config.check_turns_fit()
@@ -126,21 +115,6 @@ def _with_overrides(
     except ConfigError as error:
         return [str(error)]
     return list(converted_values(changed, config.model_dump())) or config
-
-
-def _read_rubrics(source: Path, data: dict[str, Any]) -> None:
-    """Replace the names of rubrics' files by their texts."""
-    scorers = data.get("scorers")
-    for name, scorer in scorers.items() if isinstance(scorers, dict) else ():
-        rubric = scorer.get("rubric") if isinstance(scorer, dict) else None
-        if isinstance(rubric, str) and is_rubric_file(rubric):
-            path = resolve_path(source, expand_path(rubric), key=f"scorers.{name}.rubric")
-            try:
-                with open(path, encoding="utf-8") as file:
-                    scorer["rubric"] = file.read(MAX_BYTES)
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "is not text in UTF-8"
-                raise ConfigError(f"{source}: scorers.{name}.rubric: {path} cannot be read: {reason}") from error
 
 
 def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:
@@ -160,28 +134,10 @@ def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:
     data["policies"] = policies
 
 
-def validate_section(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:
-    """Validate data as a section other than `RunConfig`; errors name it `source`. Raises as `load` does."""
-    try:
-        _check_plain(data)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
-    try:
-        read = model.model_validate(data)
-    except ValidationError as error:
-        raise config_error(error, str(source), model) from None
-    if lines := list(converted_values(data, read.model_dump())):
-        raise ConfigError(f"{source}: {listed_problems(lines)}")
-    return read
-
-
-def dump_toml(config: BaseModel, *, without: Iterable[tuple[str, ...]] = ()) -> str:
-    """Write the resolved configuration as TOML, without some settings; `load` of the text gives an equal configuration,
-    but for masked secrets."""
+def dump_toml(config: BaseModel) -> str:
+    """Write the resolved configuration as TOML; `load` of the text gives an equal one, except for masked secrets."""
     lines: list[str] = []
     data = config.model_dump(mode="json", exclude_none=True)
-    for *section, key in without:
-        value_at(data, *section).pop(key)
     _dump(mask_secrets(data), (), lines)
     return "\n".join(lines).strip() + "\n"
 
@@ -432,7 +388,9 @@ def recorded_config(config: Mapping[str, Any]) -> RunConfig:
 
     Raises:
         JournalError: the configuration does not fit this version of agentrl.
+        ConfigError: it has a setting that agentrl no longer has.
     """
+    _check_removed(config)
     try:
         return RunConfig.model_validate(config)
     except ValidationError as error:
@@ -442,6 +400,11 @@ def recorded_config(config: Mapping[str, Any]) -> RunConfig:
             f"the configuration in the run's journal cannot be used ({where}: {first['msg']}); it was altered, or was "
             "written by another version of agentrl"
         ) from error
+
+
+def _check_removed(recorded: Mapping[str, Any]) -> None:
+    if lines := list(removed_settings(recorded)):
+        raise ConfigError(f"the run was made by an earlier version of agentrl: {listed_problems(lines)}")
 
 
 # --- what a resume may change -----------------------------------------------------------------------------------------
@@ -478,18 +441,21 @@ def check_settings_unchanged(
         is_open: whether a setting may still get another value before the run resumes; such are not compared.
 
     Raises:
-        ConfigError: a setting differs that must not; the message has its key, both values, and what to do.
+        ConfigError: a setting differs that must not; the message has its key, both values, and what to do. Or the run
+            has a setting that agentrl no longer has.
     """
+    _check_removed(before)
     differences = [difference for difference in setting_differences(before, now) if not is_open(difference)]
     violations = [
         difference for difference in differences if not difference.rule.allows(deterministic=now.deterministic)
     ]
     if violations:
-        values = {difference.key: difference.before for difference in violations}
+        added = [each.key for each in violations if each.path[:-1] == ("policies",) and each.before is None]
+        values = {difference.key: difference.before for difference in violations if difference.key not in added}
         shown = {key: value for key, value in values.items() if mask_secrets(value, key) == value}
         options = " ".join(f"--{key}={json.dumps(value)}" for key, value in shown.items())
         masked = [f"{key}: its value in config.json" for key in values if key not in shown]
-        restore = "; ".join(filter(None, [options, *masked]))
+        restore = "; ".join(filter(None, [options, *masked, *(f"remove {key}" for key in added)]))
         also = " of a deterministic run" if any(difference.rule.rule != "refused" for difference in violations) else ""
         raise ConfigError(
             f"{'; '.join(map(str, violations))}: a run is resumed with the settings it was started with, and its "
@@ -539,7 +505,8 @@ def _named_differences(
         if isinstance(was, Mapping) and section is not None and kind_then == kind:
             yield from _differences(section, now[name], was, (*path, name))
         elif path == ("policies",):
-            yield SettingDifference((*path, name, "kind"), kind_then, kind, ResumeRule("refused"))
+            key = (*path, name, "kind") if name in before else (*path, name)
+            yield SettingDifference(key, kind_then, kind, ResumeRule("refused"))
         else:
             rule = ResumeRule("may differ", of_deterministic=False)
             yield SettingDifference((*path, name), was, now.get(name), rule)

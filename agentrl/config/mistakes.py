@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, ge
 from pydantic import BaseModel, ValidationError
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.removed import removed_setting
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -164,7 +165,7 @@ def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
         before, key = place.path[: place.unnamed], place.path[place.unnamed]
         return f"{'.'.join([*before, key])}: a name is missing: {'.'.join([*before, 'NAME', key])}", ""
     if kind == "extra_forbidden":
-        return f"unknown key {dotted_key}{_nearest(place, top)}", ""
+        return removed_setting(dotted_key) or f"unknown key {dotted_key}{_nearest(place, top)}", ""
     if kind == "missing":
         return f"{dotted_key} is missing", _in_words(place.annotation, dotted_key)
     if kind == "value_error":

@@ -52,8 +52,6 @@ class DeviceDemand:
     bases: tuple[str, ...]
     """Names of the base models, each of which has its own engines."""
     engine: EngineConfig
-    reward_models: Mapping[str, bool]
-    """Whether each reward model takes a GPU if one is unused, by its scorer."""
     workers: int
     """Number of worker processes; 0: episodes run in the run's own process."""
     engine_in_process: bool
@@ -78,12 +76,8 @@ class EnginePlan:
     fixed_shapes: bool
     threads: int
     """Torch threads of each engine."""
-    reward_models: Mapping[str, ScorerConfig]
-    """Reward models, keyed by scorer; each has its own engine."""
     external: Mapping[str, RemotePolicy | BotPolicy]
     """Policies that no engine serves, with the share of `max_concurrent` of one process."""
-    keeps_best: bool
-    """Whether evaluations may need the best versions again."""
     demand: DeviceDemand
     """All processes of the run that compute."""
 
@@ -109,8 +103,6 @@ class TrainerPlan:
     max_sampled: int
     """Number of tokens that an agent can sample in an episode, contexts aside."""
     capture_routing: bool
-    publish: Literal["auto", "full", "delta"]
-    """`engine.publish`."""
     seed: int
     threads: int
     """Torch threads of each rank."""
@@ -140,13 +132,6 @@ class SeatAssignment:
     seats: Mapping[str, str | tuple[str, ...]]
     """Bindings of `[seats]`."""
     policies: tuple[str, ...]
-    judges: frozenset[str]
-    """Policies that judge and do not learn: they need no seat."""
-
-    @property
-    def players(self) -> list[str]:
-        """Policies that need a seat."""
-        return [name for name in self.policies if name not in self.judges]
 
     @property
     def line_ups(self) -> int:
@@ -158,15 +143,15 @@ class SeatAssignment:
         seat name.
 
         Raises:
-            ConfigError: the seat has no binding, and there is more than one policy that is no judge.
+            ConfigError: the seat has no binding, and there is more than one policy.
         """
         bare = seat.rsplit(".", 1)[-1]
         for key in (seat, bare):
             if key in self.seats:
                 holder = self.seats[key]
                 return holder if isinstance(holder, str) else holder[group % len(holder)]
-        if len(players := self.players) == 1:
-            return players[0]
+        if len(self.policies) == 1:
+            return self.policies[0]
         if bare in self.policies:
             return bare
         raise ConfigError(
@@ -213,12 +198,7 @@ class RolloutPlan:
         those with weights."""
         weights = {name for name, policy in self.policies.items() if isinstance(policy, LocalPolicy)}
         learned = {name for name, policy in self.policies.items() if isinstance(policy, FrozenPolicy) and policy.scored}
-        return frozenset(self.trained or learned or weights - self.seats.judges)
-
-    @property
-    def reward_models(self) -> dict[str, ScorerConfig]:
-        """Scorers that are reward models."""
-        return {name: scorer for name, scorer in self.scorers.items() if scorer.reward_model}
+        return frozenset(self.trained or learned or weights)
 
 
 def plan_data(plan: RolloutPlan) -> dict[str, Any]:

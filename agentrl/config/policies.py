@@ -6,7 +6,7 @@ A tagged union by `kind`; a setting that a kind cannot have does not parse. `Run
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -41,15 +41,9 @@ class LoraConfig(Section):
     """Inner dimension of the adapter. A larger rank is more expressive, and makes published versions larger."""
     alpha: Fixed[Rate] = 32.0
     """The adapter's output is multiplied by alpha / rank."""
-    rank_stabilized: Fixed[bool] = False
-    """Multiply by alpha / √rank instead, so that gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski,
-    2023, arXiv:2312.03732)."""
     target_modules: Fixed[Label[tuple[str, ...]]] = ()
     """Linear layers that get an adapter, by full name or its last part. Empty: all decoder layers that can be trained
     and served. A run prints them at startup."""
-    experts: Fixed[bool] = False
-    """Also adapt the experts of a mixture of experts, each with its own matrices. They hold most of such a model's
-    weights."""
     merge: Fixed[bool] = False
     """Let engines merge the adapter into the base model. They then sample faster, but serve one version at a time, and
     the embedded engine keeps a second copy of the adapted layers. Versions are published as adapters either way. In
@@ -61,15 +55,8 @@ class _SampledPolicy(Section):
     """Sampling settings of this policy, in place of those in `[sampling]`."""
 
 
-STALENESS_CHOICES = (0, 1, 2, 4)
-"""Bounds between which a run chooses with `max_staleness = "auto"`. More than 4 rarely saves time, and costs steps."""
-LEARNING_RATES = {"adapter": 1e-5, "full": 1e-6}
-"""Default learning rates. An adapter takes about ten times the rate of full weights (Schulman et al., 2025, "LoRA
-Without Regret"); 1e-6 is the usual rate for full weights of pretrained models in other libraries."""
-
-
-def _learning_rate(policy: dict[str, Any]) -> float:
-    return LEARNING_RATES["full" if policy.get("lora") is None else "adapter"]
+STALENESS_CHOICES = (0, 1)
+"""Bounds between which a run chooses with `max_staleness = "auto"`."""
 
 
 class LocalPolicy(_SampledPolicy):
@@ -96,23 +83,18 @@ class PolicyConfig(LocalPolicy):
     """Frozen weights with the same tokenizer, loaded by every trainer rank: the target of `trainer.loss.kl` and the
     teacher of `distillation`. A model, in the form of `model.path`, or an adapter of this policy's base model, such as
     another run's `policies/NAME`. Empty: the base model without the adapter."""
-    learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/how-to/settings.md")] = Field(
-        default_factory=_learning_rate
-    )
+    learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/how-to/settings.md")] = 1e-5
     """AdamW learning rate after warm-up. A run prints it at startup."""
     step_size: WaveFixed[Episodes] = 64
     """Units per optimizer step. A unit is the policy's part of one episode."""
     max_staleness: WaveFixed[Literal["auto"] | MaybeSteps] = "auto"
     """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training. `auto`: the
-    smallest of 0, 1, 2 and 4 within 10% of the fastest; 0 unless asynchrony saves a fifth of a step
-    (docs/explanation/scheduling.md). The mean is over all steps since the last resume: a single step may exceed it, and
-    so do episodes that began before a resume (docs/explanation/off_policy.md)."""
-    max_lag: WaveFixed[MaybeSteps | None] = None
-    """Upper bound on the staleness of every trained token, in optimizer steps; null: none
+    run times a few steps with 0 and a few with 1, and keeps 0 unless its steps take over 10% longer. The mean is over
+    all steps since the last resume: a single step may exceed it, and so do episodes that began before a resume
     (docs/explanation/off_policy.md)."""
-    over_lag: WaveFixed[Literal["wait", "mask"]] = "wait"
-    """What keeps `max_lag` while an episode is slow. `wait`: admission pauses, and every sampled token is trained.
-    `mask`: older tokens are not trained, later tokens of the same episode are."""
+    max_lag: WaveFixed[MaybeSteps | None] = None
+    """Upper bound on the staleness of every trained token, in optimizer steps; null: none. Older tokens are not
+    trained, later tokens of the same episode are (docs/explanation/off_policy.md)."""
 
     @property
     def staleness_choices(self) -> tuple[int, ...]:
@@ -125,11 +107,6 @@ class PolicyConfig(LocalPolicy):
     def largest_staleness(self) -> int:
         """Largest value that the bound on staleness may take, for all that is sized by it."""
         return self.staleness_choices[-1]
-
-    @property
-    def masks_beyond(self) -> int | None:
-        """Staleness, in steps, beyond which tokens are not trained; None: all are."""
-        return self.max_lag if self.over_lag == "mask" else None
 
     @property
     def served_adapter(self) -> LoraConfig | None:
@@ -152,7 +129,7 @@ class FrozenPolicy(LocalPolicy):
     Empty: the base model."""
     scored: Fixed[bool] = False
     """Whether scorers score its turns in a run without policies that learn; set in evaluations and forks for the
-    policies that learned. If it is false for all, the turns of all policies with weights but judges are scored."""
+    policies that learned. If it is false for all, the turns of all policies with weights are scored."""
 
     @field_validator("path")
     @classmethod

@@ -32,7 +32,6 @@ from agentrl.config.combinations import (
     REPLICAS,
     SCHEDULE,
     SEVERAL_LEARNERS,
-    START_FROM,
     SYNCHRONOUS,
     UNLOADED,
     VLLM,
@@ -47,7 +46,6 @@ from agentrl.config.fields import (
     Label,
     Live,
     Machine,
-    MaybeEpisodes,
     NumberUnit,
     Positive,
     Seconds,
@@ -62,7 +60,6 @@ from agentrl.config.policies import (
     AnyPolicy,
     BotPolicy,
     ExternalPolicyConfig,
-    FrozenPolicy,
     LocalPolicy,
     OpponentPoolPolicy,
     PolicyConfig,
@@ -118,15 +115,8 @@ class RunConfig(Section):
     }`."""
     max_in_flight: Live[Annotated[Literal["auto"] | Episodes, NumberUnit("episodes")]] = 256
     """Maximum number of episodes in flight, in training and evaluation, children included, to protect memory and
-    services. `auto`: as many as keep the engine busy, adjusted while the run runs (docs/explanation/scheduling.md).
+    services. `auto`: as many as keep the engine busy, adjusted while the run runs (docs/explanation/off_policy.md).
     `max_staleness` may allow fewer. Beside training, an evaluation takes at most half."""
-    max_in_flight_per_task: Live[MaybeEpisodes] = 0
-    """Maximum number of root training episodes of one task in flight, at least `credit.group_size`; 0: no limit. The
-    next group waits until its task has room, and later groups wait behind it (docs/explanation/scheduling.md)."""
-    sample_until_end: Free[Literal["auto"] | bool] = "auto"
-    """Whether episodes start until the last step has ended, although no step trains on them: the last steps then do not
-    wait for the slowest episodes in flight, which are dropped (`run_ended`). `auto`: if that is expected to save more
-    than a tenth of the run's time. A deterministic run starts none."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
     (docs/how-to/several_gpus.md#worker-processes)."""
@@ -194,8 +184,6 @@ class RunConfig(Section):
             if not is_safe_name(name):
                 raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
         _check_steps(self.steps, self.policies, self.trained)
-        for name in self.scorers:
-            _check_judge(name, self.scorers[name], self.policies)
         _check_scorers(self.scorers, self.credit)
         _check_seats(self.seats, self.policies)
         self._check_models()
@@ -207,15 +195,8 @@ class RunConfig(Section):
                     f"policies.{name}.max_lag = {policy.max_lag} is below max_staleness = {policy.max_staleness}, "
                     "which bounds the mean of what max_lag limits: raise it, or lower max_staleness"
                 )
-            if policy.max_lag is None and policy.over_lag != "wait":
-                raise ValueError(
-                    f"policies.{name}.over_lag = {policy.over_lag!r} says what happens beyond max_lag, which is not "
-                    f"set: set policies.{name}.max_lag, such as 4, or remove over_lag"
-                )
         _check_freeze(self.freeze, self.trained)
         _check_best_metric(self.best, self.policies, self.trained)
-        if self.evaluation.stop == "decided":
-            _check_best_decided(self.best, self.trained)
         try:
             check_compatible(run_parts(self, self.trained))
         except ConfigError as error:
@@ -274,7 +255,7 @@ class RunConfig(Section):
             credit = credit.model_copy(update={"advantage": credit.advantage.model_copy(update={"name": advantage})})
         functions = dict(self.scorers)
         for name, function in scorers.items():
-            scorer = functions.get(name) or ScorerConfig.model_construct()
+            scorer = functions.get(name) or ScorerConfig(function=function)
             functions[name] = scorer.model_copy(update={"function": function})
         new_config = self.model_copy(update={"trainer": trainer, "credit": credit, "scorers": functions})
         changed_sections: dict[str, Section] = {
@@ -298,16 +279,6 @@ class RunConfig(Section):
     def trained(self) -> dict[str, PolicyConfig]:
         """Policies that learn."""
         return self.of_kind(PolicyConfig)
-
-    @property
-    def reward_models(self) -> dict[str, ScorerConfig]:
-        """Scorers that are reward models."""
-        return {name: scorer for name, scorer in self.scorers.items() if scorer.reward_model}
-
-    @property
-    def judges(self) -> frozenset[str]:
-        """Policies that judge and do not learn: they need no seat."""
-        return frozenset(scorer.judge for scorer in self.scorers.values() if scorer.judge).difference(self.trained)
 
     def base_of(self, policy: str) -> str:
         """Return the directory of a policy's base model; "" for an endpoint or a bot."""
@@ -364,9 +335,8 @@ class RunConfig(Section):
         parameters, and the user asked for no GPU, by `CUDA_VISIBLE_DEVICES` or `[engine.vllm]`."""
         if self.engine.kind == "vllm" or self.on_cluster or os.environ.get("CUDA_VISIBLE_DEVICES"):
             return False
-        models = [base.path for base in self.bases] + [model.reward_model for model in self.reward_models.values()]
         try:
-            return all(count_parameters(Path(model)) < MIN_GPU_PARAMETERS for model in models)
+            return all(count_parameters(Path(base.path)) < MIN_GPU_PARAMETERS for base in self.bases)
         except ModelError:  # not downloaded yet, or reported elsewhere
             return False
 
@@ -378,7 +348,6 @@ class RunConfig(Section):
             ranks=self.trainer.ranks if self.trained else 0,
             bases=tuple(base.name for base in self.bases),
             engine=self.engine,
-            reward_models={name: scorer.device == "auto" for name, scorer in self.reward_models.items()},
             workers=self.workers if self.workers > 1 else 0,
             engine_in_process=self.engine_in_process,
             cluster=self.cluster,
@@ -397,21 +366,16 @@ class RunConfig(Section):
             filtered=self.filtered,
             fixed_shapes=self.deterministic,
             threads=self.threads,
-            reward_models=self.reward_models,
             external=self._external,
-            keeps_best=self.evaluation.stop == "decided",
             demand=self.device_demand,
         )
 
     @property
     def _external(self) -> dict[str, RemotePolicy | BotPolicy]:
-        """The policies that no engine serves, with the share of `max_concurrent` of one process: a worker, or the run's
-        process, which scores groups."""
+        """The policies that no engine serves, with a worker's share of `max_concurrent`."""
         external: dict[str, RemotePolicy | BotPolicy] = {**self.of_kind(RemotePolicy), **self.of_kind(BotPolicy)}
         for name, policy in self.of_kind(RemotePolicy).items():
-            judges_groups = any(scorer.judge == name and scorer.per == "group" for scorer in self.scorers.values())
-            shares = 1 if self.workers == 1 else self.workers + judges_groups
-            external[name] = policy.model_copy(update={"max_concurrent": max(1, policy.max_concurrent // shares)})
+            external[name] = policy.model_copy(update={"max_concurrent": max(1, policy.max_concurrent // self.workers)})
         return external
 
     @property
@@ -425,7 +389,7 @@ class RunConfig(Section):
     @property
     def seat_assignment(self) -> SeatAssignment:
         """The policies that hold the seats."""
-        return SeatAssignment(seats=self.seats, policies=tuple(self.policies), judges=self.judges)
+        return SeatAssignment(seats=self.seats, policies=tuple(self.policies))
 
     @property
     def rollout_plan(self) -> RolloutPlan:
@@ -462,7 +426,6 @@ class RunConfig(Section):
             max_context=self.engine.max_context,
             max_sampled=self.sampling.max_tokens * self.sampling.max_turns,
             capture_routing=self.engine.capture_routing,
-            publish=self.engine.publish,
             seed=self.seed,
             threads=self.threads,
             demand=self.device_demand,
@@ -541,16 +504,6 @@ class RunConfig(Section):
         return max(1, len(os.sched_getaffinity(0)) // (max(engines, ranks) if bounds == [0] else engines + ranks))
 
     @property
-    def speed_together(self) -> float:
-        """Guess of the speed of engine and trainer while both compute, relative to each alone. On GPUs and clusters
-        they share nothing; on CPUs, caches and memory; in one process, Python's lock."""
-        if self.on_cluster or (machine.gpus() and not self.stays_on_cpu):
-            return 1.0
-        if len(os.sched_getaffinity(0)) == 1:
-            return 0.5
-        return 0.6 if self.engine_in_process else 0.8
-
-    @property
     def filtered(self) -> list[str]:
         """Policies sampled through a filter by the run's engine; their kept sets are recorded and used in training."""
         local = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
@@ -572,27 +525,8 @@ def _check_steps(steps: int | Mapping[str, int], policies: Collection[str], trai
         )
 
 
-def _check_judge(name: str, scorer: ScorerConfig, policies: Mapping[str, AnyPolicy]) -> None:
-    """Check that a judge is a policy whose weights or endpoint are known without a seat."""
-    judge = scorer.judge
-    if not judge:
-        return
-    policy = policies.get(judge)
-    if not isinstance(policy, RemotePolicy | FrozenPolicy | PolicyConfig | OpponentPoolPolicy):
-        kinds = [
-            name
-            for name, each in policies.items()
-            if isinstance(each, RemotePolicy | FrozenPolicy | PolicyConfig | OpponentPoolPolicy)
-        ]
-        problem = f"its kind is {policy.kind!r}" if policy else "there is no such policy"
-        raise ValueError(
-            f"scorers.{name}.judge = {judge!r}: {problem}; a judge is a policy with kind = 'remote', 'frozen', "
-            f"'past' or 'trained' (there are: {', '.join(sorted(kinds)) or 'none'})"
-        )
-
-
 def _check_scorers(scorers: Mapping[str, ScorerConfig], credit: CreditConfig) -> None:
-    """Check the names of scorers, which are names of rewards, and which answers when one fails."""
+    """Check the names of scorers, which are names of rewards."""
     weights = credit.reward_weights
     for name, scorer in scorers.items():
         if not (name.isascii() and name.isidentifier()) or name == REWARD:
@@ -608,23 +542,6 @@ def _check_scorers(scorers: Mapping[str, ScorerConfig], credit: CreditConfig) ->
             raise ValueError(
                 f"credit.reward_weights has no weight for the scores of {name}: add {name} = 1.0, or another weight"
             )
-        chain = [name]
-        while (fallback := scorers[chain[-1]].on_failure) != "drop":
-            if fallback not in scorers:
-                choices = ", ".join(["drop", *sorted(scorers.keys() - {name})])
-                raise ValueError(
-                    f"scorers.{chain[-1]}.on_failure = {fallback!r}: there is no such scorer; give {choices}"
-                )
-            if (scorers[fallback].per == "group") != (scorer.per == "group"):
-                raise ValueError(
-                    f"scorers.{chain[-1]}.on_failure = {fallback!r}: one of the two scores groups and the other does "
-                    "not; name a scorer of the same kind"
-                )
-            if fallback in chain:
-                raise ValueError(
-                    f"scorers.{chain[-1]}.on_failure = {fallback!r}: {' → '.join([*chain, fallback])} is a circle"
-                )
-            chain.append(fallback)
 
 
 def _check_seats(seats: Mapping[str, str | Sequence[str]], policies: Mapping[str, AnyPolicy]) -> None:
@@ -675,20 +592,6 @@ def _check_best_metric(best: BestConfig, policies: Collection[str], trained: Map
         )
 
 
-def _check_best_decided(best: BestConfig, trained: Mapping[str, PolicyConfig]) -> None:
-    """Check that the settings of the best version suit evaluations that end when they are decided."""
-    if best.metric and (best.metric.startswith("-") or best.measured(trained)[1] != "evaluation/reward"):
-        raise ValueError(
-            f"best.metric = {best.metric!r}: evaluation.stop = 'decided' chooses the best version by "
-            "'evaluation/reward'; remove best.metric, or set evaluation.stop = 'tasks'"
-        )
-    if best.stops_early:
-        raise ValueError(
-            "best.stop_at and best.stop_fall compare means over all tasks, and evaluation.stop = 'decided' plays few; "
-            "remove them, or set evaluation.stop = 'tasks'"
-        )
-
-
 # --- the parts that must fit each other -------------------------------------------------------------------------------
 
 
@@ -707,9 +610,7 @@ def run_parts(
     """
     yield from credit_parts(config.credit, config.trainer.loss, declarations)
     yield from _policy_parts(config, learners)
-    yield from scorer_parts(config.scorers, config.policies, declarations.linear_scorers)
-    if config.environment.start_from is not None:
-        yield START_FROM
+    yield from scorer_parts(config.scorers)
     if config.on_cluster:
         yield CLUSTER
     if config.deterministic:
@@ -752,10 +653,8 @@ def _schedule_parts(config: RunConfig) -> Iterator[Part]:
     is_set = {
         "freeze": bool(config.freeze),
         "max_in_flight = 'auto'": config.max_in_flight == "auto",
-        "sample_until_end = true": config.sample_until_end is True,
         "steps as a table": isinstance(config.steps, dict),
         "best.stop_at": config.best.stop_at is not None,
-        "best.stop_fall": config.best.stop_fall is not None,
     }
     lists = [f"seats.{seat} as a list" for seat, holder in config.seats.items() if isinstance(holder, tuple)]
     for setting in (*(name for name in is_set if is_set[name]), *lists):

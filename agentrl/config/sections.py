@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from agentrl.config.algorithms import ADVANTAGES, LOSSES
 from agentrl.config.fields import (
@@ -35,24 +35,9 @@ from agentrl.config.fields import (
     check_function_name,
     resolve_package_directory,
 )
-from agentrl.core.betting import MAX_REWARD
 from agentrl.core.custom_functions import Kind
 from agentrl.core.json_data import copy_json
-
-
-class RecordedTurnsConfig(Section):
-    """Starts some of the groups at turns that another run recorded (docs/how-to/branches.md)."""
-
-    run: Fixed[Location[str]]
-    """Directory of the other run, relative to the current directory. Keep its journal until training ends."""
-    where: Fixed[Label[str]] = ""
-    """Filter on the other run's training episodes, in the syntax of `--where` in `agentrl episode list`; empty: all. At
-    most 1,000 are used, drawn with `seed`."""
-    at: Fixed[int | Literal["last tool error"]]
-    """Turn to resample: its number from 0 (negative: from the end), or the last turn with a failed tool call. Episodes
-    without such a turn are skipped."""
-    share: Fixed[Annotated[float, Field(gt=0, le=1)]] = 0.5
-    """Share of the groups that start at a recorded turn."""
+from agentrl.core.removed import removed_setting
 
 
 class EnvironmentConfig(Section):
@@ -63,16 +48,9 @@ class EnvironmentConfig(Section):
     mixture: `{ calculator = 3, frozen_lake = 1 }` (docs/how-to/selection.md)."""
     options: Fixed[Code[Options]] = {}
     """Arguments of the environment's task source. In a mixture: one table per class name."""
-    start_from: Fixed[RecordedTurnsConfig | None] = None
-    """Recorded turns at which some of the groups begin; null: every group begins at the start of a task."""
     selection: Fixed[Label[dict[str, float]]] = {}
     """Choose tasks by the results of earlier groups: `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
     (docs/how-to/selection.md). Empty: repeated passes over all tasks, in seeded random order."""
-
-    @property
-    def recorded_share(self) -> float:
-        """Share of the groups that begin at a recorded turn."""
-        return 0.0 if self.start_from is None else self.start_from.share
 
     @field_validator("selection")
     @classmethod
@@ -111,11 +89,10 @@ class ModelConfig(Section):
     model continues to see what it sampled. `fork`: the rewritten conversation continues in a new row of the episode."""
     tools_in: Fixed[Literal["template", "system"]] = "template"
     """Where the prompt lists tools. `template`: where the chat template puts them. `system`: in the system message,
-    with `hermes` calls and with results as user messages, for chat templates that ignore tools. A policy with full
-    weights is published with a template that does the same."""
+    with `hermes` calls and with results as user messages, for chat templates that ignore tools."""
     template_variables: Fixed[Label[dict[str, Any]]] = {}
     """Values of variables that the chat template reads, such as `{ enable_thinking = false }`: texts, numbers, truth
-    values, and lists and tables of them. They are published with full weights as the template's defaults."""
+    values, and lists and tables of them."""
 
     @field_validator("template_variables")
     @classmethod
@@ -162,10 +139,6 @@ class EngineConfig(Section):
     `token` for full weights."""
     capture_routing: WaveFixed[bool] = False
     """Record the experts chosen at each position, and reuse them in training (mixture-of-experts models)."""
-    publish: Free[Literal["auto", "full", "delta"]] = "auto"
-    """How versions of full weights are stored and sent (docs/how-to/several_gpus.md). `full`: whole. `delta`: as the
-    changes since the previous version, if these are smaller. `auto`: `delta` for files of at least 16 MiB, except to
-    GPUs of other machines, which receive broadcasts. Adapters are always whole."""
     memory_share: Free[Machine[Annotated[float, Field(ge=0, le=0.97)]]] = 0.0
     """Share of a GPU's memory for the engine. 0: 0.9 of a GPU of its own, or 0.45 of a GPU shared with a trainer rank
     (docs/how-to/several_gpus.md). With vLLM on CPUs, the share of the machine's memory for weights and KV cache; 0:
@@ -250,11 +223,15 @@ class FunctionConfig(Section):
         return dict(self.model_extra or {})
 
     kind: ClassVar[Kind]
+    table: ClassVar[str]
     built_in: ClassVar[tuple[str, ...]]
 
     def check(self) -> None:
         """Refuse a name that is neither built in nor possibly the user's, and an argument that is a misspelt setting.
         The function itself is not loaded here."""
+        for key in (self.name, *self.options):
+            if sentence := removed_setting(f"{self.table}.{key}"):
+                raise ValueError(sentence)
         check_function_name(self.kind, self.name, self.built_in)
         for key in self.options:
             if suggestions := difflib.get_close_matches(key, type(self).model_fields, n=1, cutoff=0.85):
@@ -266,49 +243,17 @@ class AdvantageConfig(FunctionConfig):
     "pass_at_k", k = 4 }`, which may change on resume."""
 
     kind = "advantage"
+    table = "credit.advantage"
     built_in = tuple(ADVANTAGES)
     name: Free[Code[str]] = "leave_one_out"
     """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO) and `group_std` (GRPO) compare with the same seat in the group;
     `role_mean` compares with the policy's mean reward in that seat, for zero-sum games; `none` uses the raw reward. See
     docs/reference/algorithms.md for others and your own."""
 
-    @property
-    def gae(self) -> GaeConfig | None:
-        """Arguments of `gae`; None with another estimator."""
-        return GaeConfig.model_validate(self.options) if self.name == "gae" else None
-
     def check(self) -> None:
         super().check()
-        if self.name in ("leave_one_out", "group_mean", "group_std", "role_mean", "none") and self.options:
+        if self.name in ADVANTAGES and self.options:
             raise ValueError(f"{self.name!r} has no arguments; remove {', '.join(self.options)}")
-        try:
-            _ = self.gae
-        except ValidationError as error:
-            problem = error.errors()[0]
-            option_names = ", ".join(GaeConfig.model_fields)
-            raise ValueError(f"gae, {problem['loc'][0]}: {problem['msg']}; its options: {option_names}") from None
-
-
-class GaeConfig(Section):
-    """The arguments of `credit.advantage = { name = "gae", … }`, checked when the configuration is read."""
-
-    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """γ: the weight of a reward that comes one trained token later."""
-    trace_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """λ. 1: the return minus the value, which is unbiased; less has less variance, and trusts the values of later
-    tokens instead, which begin at 0: with 0.95, 5 % of a reward reach a token 60 tokens before it."""
-    value_trace_decay: Annotated[float, Field(ge=0, le=1)] | None = None
-    """λ of the returns that the values learn. Null: that of the advantages. With 1, values learn whole returns also
-    where `trace_decay` is smaller."""
-    bootstrap: bool = False
-    """Whether an episode that a limit cut is worth the value of its last state besides its rewards. Set it where the
-    limits belong to training and not to the task, and give no reward or penalty for the cut itself."""
-    value_learning_rate: Rate = 0.03
-    """Learning rate of the value head, the same in all steps: about how far a value can move in an update, in the unit
-    of the reward."""
-    value_updates: Annotated[int, Field(ge=1, le=1000), NumberUnit("updates")] = 1
-    """Optimizer updates of the value head in a step, all towards the step's returns. More than one keeps a matrix of
-    the squared width of the model."""
 
 
 class CreditConfig(Section):
@@ -320,9 +265,10 @@ class CreditConfig(Section):
     reward_weights: WaveFixed[Label[dict[str, Annotated[float, Field(allow_inf_nan=False)]]]] = {}
     """Weight of each named reward (`agent.reward(x, name=…)`), such as `{ correct = 1.0, format = 0.2 }`. Empty: 1 for
     each; otherwise every name needs a weight, except `reward`, which is 1 if absent: the name of rewards without one,
-    of the penalty of `gate` and of `failed_reward`. Rewards recorded before a resume keep their weight."""
+    of the penalty of `gate`, of `failed_reward` and of `truncated_reward`. Rewards recorded before a resume keep their
+    weight."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
-    """When a group's episodes become available for training (docs/explanation/scheduling.md). `group`: when all have
+    """When a group's episodes become available for training (docs/explanation/off_policy.md). `group`: when all have
     ended. `late`: the first half together, then each as it ends, with the first half as its baseline. `episode`: each
     as it ends, with earlier groups as its baseline."""
     dynamic_sampling: Fixed[bool] = False
@@ -334,8 +280,8 @@ class CreditConfig(Section):
 
     @property
     def compares_turns(self) -> bool:
-        """Whether the advantage may compare the states of turns: `gigpo`, and functions of the user's."""
-        return self.advantage.name == "gigpo" or self.advantage.name not in ADVANTAGES
+        """Whether the advantage may compare the states of turns: any but the built-in ones."""
+        return self.advantage.name not in ADVANTAGES
 
     @field_validator("advantage", mode="before")
     @classmethod
@@ -360,27 +306,23 @@ class CreditConfig(Section):
         return weights
 
 
-KLEstimator = Literal["k1", "k2", "k3"]
-"""Estimators of a token's KL divergence (Schulman 2020)."""
-
-
 class LossConfig(FunctionConfig):
     """The loss and its divisor (docs/reference/algorithms.md). Other keys are arguments of the loss, such as `clip_high
     = 0.3` for `ppo`, and may change on resume."""
 
     kind = "loss"
+    table = "trainer.loss"
     built_in = tuple(LOSSES)
     name: Free[Code[str]] = "truncated"
     """A built-in or installed loss, `module:function`, or `path/to/file.py:function`. The default truncates importance
     weights per token: bounded at any staleness, but not unbiased (docs/explanation/off_policy.md)."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
     """Divisor of a step's summed token losses (docs/reference/algorithms.md). `tokens`: the step's sampled tokens.
-    `sequences`: each conversation's tokens, then the conversations. A number: this number per unit, such as the sampled
-    tokens of a typical episode; required with `credit.release = "late"` or `"episode"`."""
+    `sequences`: each conversation's tokens, then the conversations. A number: this number times
+    `step_size`, however many units the step takes; give the sampled tokens of a typical episode. Required with
+    `credit.release = "late"` or `"episode"`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
     """Weight of the KL divergence from the reference (`policies.NAME.reference`)."""
-    kl_estimator: Free[KLEstimator] = "k3"
-    """Estimator of a token's KL divergence (Schulman 2020; docs/reference/algorithms.md)."""
 
     @property
     def tokens_per_unit(self) -> int:
@@ -398,6 +340,14 @@ class OptimizerConfig(Section):
     final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
     """Learning rate at the last step, as a share of `learning_rate`; it falls linearly after warm-up."""
 
+    def rate(self, learning_rate: float, step: int, steps: int) -> float:
+        """Return the learning rate of a step of a run of `steps` steps: it rises linearly to its full value at step
+        `warmup_steps`, then falls linearly to its final share at the last step."""
+        if step < self.warmup_steps:
+            return learning_rate * step / self.warmup_steps
+        fallen = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        return learning_rate * (1.0 - fallen * (1.0 - self.final_learning_rate_share))
+
 
 class TrainerConfig(Section):
     """Gradients and optimizer steps."""
@@ -405,19 +355,11 @@ class TrainerConfig(Section):
     ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of data-parallel ranks; it does not change the update. One rank is a thread of the run's process. Several
     ranks, and any rank with `cluster.address`, are Ray actors."""
-    context_ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Number of ranks that divide the tokens of a micro-batch, for contexts whose activations do not fit on one rank;
-    it does not change the update. It must divide `ranks` and the model's key-value heads
-    (docs/how-to/several_gpus.md)."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer state (docs/how-to/several_gpus.md); it does not change the update.
     `none`: each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many
     ranks. `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a rank's memory, else
     `full`."""
-    experts: Free[Literal["auto", "gathered", "dispatched"]] = "auto"
-    """Experts of a mixture of experts whose weights are sharded; it does not change the update. `gathered`: each rank
-    gathers the weights, as of other layers. `dispatched`: each rank computes the experts that it holds, and tokens
-    travel to them. `auto`: what sends fewer bytes (docs/how-to/several_gpus.md)."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""
@@ -428,17 +370,9 @@ class TrainerConfig(Section):
     recompute: Free[bool] = False
     """Recompute activations in the backward pass instead of storing them: much less memory, about a third more time,
     the same update."""
-    compile: Free[bool] = False
-    """Compile the model's layers with `torch.compile`, which takes minutes in the first step. Requires unsharded
-    weights (docs/how-to/several_gpus.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:
-        if self.ranks % self.context_ranks:
-            raise ValueError(
-                f"context_ranks = {self.context_ranks} does not divide ranks = {self.ranks}: every rank belongs to one "
-                "group that divides the tokens of its micro-batches"
-            )
         if isinstance(self.sharding, int) and self.ranks % self.sharding:
             raise ValueError(
                 f"sharding = {self.sharding} does not divide ranks = {self.ranks}: every rank belongs to one group of "
@@ -453,17 +387,11 @@ class ClusterConfig(Section):
     """`auto`: the Ray instance on this machine. HOST:PORT: the head of a cluster. `local`: a Ray instance for this run
     alone. Empty: no Ray, unless there are several trainer ranks; the run then listens on loopback only. The run
     directory always stays on this machine."""
-    min_nodes: Free[Machine[Annotated[NonNegative, NumberUnit("nodes")]]] = 0
-    """Nodes to wait for, at startup and after a trainer rank's machine is lost. 0: continue on the remaining nodes."""
 
     @property
     def ray_address(self) -> str:
         """Address of the Ray cluster; "" for a Ray that the run starts itself."""
         return "" if self.address == "local" else self.address
-
-    def check(self) -> None:
-        if self.min_nodes and not self.ray_address:
-            raise ValueError("min_nodes needs a cluster: set address, too")
 
 
 class EvaluationSamplingConfig(Section):
@@ -494,35 +422,7 @@ class EvaluationConfig(Section):
     """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Live[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
-    stop: Free[Literal["tasks", "decided"]] = "tasks"
-    """When an evaluation ends: `tasks`, all tasks are played; `decided`, tasks are played in a mixed order until the
-    version is shown to be better than the best one so far by more than `margin`, or not to be; `tasks` is then the
-    maximum (docs/how-to/evaluation.md)."""
-    margin: Free[Annotated[float, Field(ge=0, lt=1e9)]] = 0.0
-    """Difference in mean reward by which a version must be better; a larger one is decided with fewer tasks."""
-    bounds: Free[tuple[float, float] | None] = None
-    """Smallest and largest reward of a task, which the intervals of `stop = "decided"` need; null: 0 and 1."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
-
-    def check(self) -> None:
-        low, high = self.reward_bounds
-        if not -MAX_REWARD <= low < high <= MAX_REWARD:
-            raise ValueError(
-                f"bounds = [{low:g}, {high:g}]: the smallest and the largest reward are expected, between "
-                f"{-MAX_REWARD:g} and {MAX_REWARD:g}"
-            )
-        if self.margin >= high - low:
-            raise ValueError(
-                f"margin = {self.margin:g}: no difference of rewards between {low:g} and {high:g} exceeds it; set it "
-                f"below {high - low:g}, or set bounds to the smallest and the largest reward"
-            )
-        if self.stop == "decided" and not self.splits:
-            raise ValueError("stop = 'decided' plays held-out tasks until it is decided: set tasks to 1 or more")
-
-    @property
-    def reward_bounds(self) -> tuple[float, float]:
-        """The bounds in force."""
-        return self.bounds or (0.0, 1.0)
 
     @property
     def splits(self) -> list[tuple[str, str, int]]:
@@ -552,23 +452,15 @@ class BestConfig(Section):
 
     metric: Free[Label[str]] = ""
     """Metric of steps or evaluations whose largest running mean is best; with `-` in front, the smallest. It belongs to
-    the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none. With `evaluation.stop =
-    "decided"`, the verdicts choose, and it is `evaluation/reward`."""
+    the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
-    """Number of newest measurements in the running mean; with `evaluation.stop = "decided"`, 1."""
+    """Number of newest measurements in the running mean."""
     stop_at: Free[float | None] = None
     """The run ends once the running mean reaches this value; null: never."""
-    stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
-    """The run ends once the running mean is this much worse than the best; null: never."""
 
     def check(self) -> None:
-        if not self.metric and self.stops_early:
-            raise ValueError("stop_at and stop_fall end a run by a metric: set metric")
-
-    @property
-    def stops_early(self) -> bool:
-        """Whether the metric may end the run."""
-        return self.stop_at is not None or self.stop_fall is not None
+        if not self.metric and self.stop_at is not None:
+            raise ValueError("stop_at ends a run by a metric: set metric")
 
     def measured(self, policies: Collection[str]) -> tuple[str, str]:
         """Return the policy whose metric it is, among those that learn, and the metric's name without the sign."""
@@ -602,6 +494,3 @@ class JournalConfig(Section):
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
     """`all`, or a number N: each checkpoint deletes tokens of training episodes and step columns that are older than
     their policy's last N steps and no longer needed (docs/how-to/operations.md)."""
-    budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
-    """Maximum size of `journal/` and `steps/` together. If pruning to `keep` frees too little, the run writes a
-    checkpoint and ends with exit code 74. 0: no limit."""

@@ -13,9 +13,6 @@ from typing import Any
 from agentrl.core.errors import InputError
 from agentrl.core.files import os_error_advice, replace_file
 
-START_FROM = "environment.start_from.run"
-"""Setting that names the run at whose recorded turns episodes begin."""
-
 
 def run_root(run: Path) -> Path:
     """Return the resolved directory of a run, or of the run that a directory of forks belongs to."""
@@ -36,13 +33,11 @@ class Choices:
     """References to environments, by their names in the journal."""
     tasks: Sequence[Mapping[str, Any]]
     """What the data of the run's tasks choose; see `Environment.selects`."""
-    runs: Sequence[str]
-    """Other runs, at whose recorded turns episodes of this one begin; see `environment.start_from`."""
 
     @classmethod
     def nothing(cls, root: Path) -> Choices:
         """Make the choices for a run about which nothing is known."""
-        return cls(root, {}, {}, {}, (), ())
+        return cls(root, {}, {}, {}, ())
 
     @classmethod
     def of(cls, run: Path) -> Choices:
@@ -55,7 +50,7 @@ class Choices:
         path = _file(root)
         try:
             data = json.loads(path.read_bytes())
-            return cls(root, data["settings"], data["named"], data["environments"], data["tasks"], data["runs"])
+            return cls(root, data["settings"], data["named"], data["environments"], data["tasks"])
         except (FileNotFoundError, NotADirectoryError):  # the home may be no directory, such as /dev/null
             return cls.nothing(root)
         except (OSError, ValueError, TypeError, LookupError) as error:
@@ -64,11 +59,6 @@ class Choices:
     def value_for(self, setting: str, recorded: Any) -> Any:
         """Return a recorded value that is the user's choice, or the one that the user named instead; else None."""
         return recorded if recorded in self.settings.get(setting, ()) else self.named.get(setting)
-
-    def allow_run(self, root: Path) -> bool:
-        """Whether episodes of the run may begin with turns of another run."""
-        named = self.named.get(START_FROM)
-        return str(root) in self.runs or (isinstance(named, str) and run_root(Path(named)) == root)
 
     def save(self) -> None:
         """Write the choices.
@@ -83,7 +73,6 @@ class Choices:
             "named": dict(self.named),
             "environments": dict(self.environments),
             "tasks": list(self.tasks),
-            "runs": list(self.runs),
         }
         encoded = json.dumps(content, indent=1).encode()
         try:

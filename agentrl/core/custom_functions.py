@@ -6,7 +6,7 @@ there, and changes to other parts of the script do not change the function. The 
 in the journal. A function that differs from its definition in the file (a closure, a lambda, a patched
 function) cannot be recorded or shipped, and is refused.
 
-Owns: the marks, references, slices, digests. Does not own: which functions are built in (`credit.advantages`,
+Owns: the marks, references, slices, digests. Does not own: which functions are built in (`credit.estimators`,
 `learn.losses`), the use of the functions.
 """
 
@@ -29,6 +29,7 @@ from types import CodeType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, overload
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.machine import PACKAGES
 from agentrl.core.parts import Need, Property
 
 Kind = Literal["loss", "advantage", "scorer"]
@@ -62,9 +63,6 @@ class FunctionDeclaration(NamedTuple):
     """Whether the function reads `reference_kl`, and so `reference_logprobs`. For losses only."""
     over: Literal["group", "step", "tree"] = "group"
     """Agents that one call compares: "tree": those of a group, by their pieces. For advantages only."""
-    linear: bool = False
-    """Whether the expected gradient is linear in each member's rewards, as `ctx.roulette` needs: for advantages and
-    scorers of groups, in the rewards; for losses, on policy, in the advantages."""
     gives: frozenset[Property] = frozenset()
     """Properties of a built-in function that do not follow from the other fields."""
     lacks: frozenset[Property] = frozenset()
@@ -94,7 +92,6 @@ def loss(
     groups_option: str = "",
     reference: bool = False,
     divergence: bool = False,
-    linear: bool = False,
 ) -> Callable[[F], F]: ...
 def loss(
     function: Any = None,
@@ -103,7 +100,6 @@ def loss(
     groups_option: str = "",
     reference: bool = False,
     divergence: bool = False,
-    linear: bool = False,
 ) -> Any:
     """Mark a function of a `LossBatch` as a loss, for `train(config, loss=…)` or `trainer.loss.name`.
 
@@ -119,8 +115,6 @@ def loss(
         groups_option: option of the loss whose value replaces `groups`, which is its default.
         reference: whether the loss reads `batch.reference_logprobs`, which cost a forward pass.
         divergence: whether the loss reads `batch.reference_kl`, in addition to `batch.reference_logprobs`.
-        linear: promise that on policy, the derivative by a token's log-probability is its advantage times a constant.
-            Only such losses can be used with `ctx.roulette`.
 
     Example:
         >>> @loss
@@ -133,7 +127,6 @@ def loss(
         groups_option=groups_option,
         reference=reference or divergence,
         divergence=divergence,
-        linear=linear,
     )
     mark.grouping({})
 
@@ -153,8 +146,8 @@ def loss(
 @overload
 def advantage(function: F) -> F: ...
 @overload
-def advantage(*, over: Literal["group", "step", "tree"] = "group", linear: bool = False) -> Callable[[F], F]: ...
-def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = "group", linear: bool = False) -> Any:
+def advantage(*, over: Literal["group", "step", "tree"] = "group") -> Callable[[F], F]: ...
+def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = "group") -> Any:
     """Mark a function of a `Group` as an advantage estimator, for `train(config, advantage=…)` or `credit.advantage`.
 
     The function returns one advantage per reward of the group, in order; for turn-level credit, one list per reward,
@@ -165,9 +158,6 @@ def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = 
         over: the agents that one call compares: those of one group, or all of an optimizer step. With "tree" it gets
             the `pieces` of a group's agents and returns one list per agent, with a finite number per piece; only such
             functions can be used with `ctx.branch`.
-        linear: promise that a member's advantage is its reward times a constant, minus something that its own reward
-            does not change. Only such functions can be used with `ctx.roulette`, which replaces a reward R by R/q with
-            probability q, else by 0: a ranking, a threshold or a standard deviation of the rewards breaks the promise.
 
     Example:
         >>> @advantage
@@ -175,33 +165,23 @@ def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = 
         ...     mean = sum(group.rewards) / len(group.rewards)
         ...     return [reward - mean for reward in group.rewards]
     """
-    mark = FunctionDeclaration("advantage", over=over, linear=linear)
+    mark = FunctionDeclaration("advantage", over=over)
     return _mark(function, mark) if function is not None else lambda decorated: _mark(decorated, mark)
 
 
-@overload
-def scorer(function: F) -> F: ...
-@overload
-def scorer(*, linear: bool = False) -> Callable[[F], F]: ...
-def scorer(function: Any = None, *, linear: bool = False) -> Any:
+def scorer(function: F) -> F:
     """Mark a function of a `Scored` as a scorer, for `train(config, scorers=[…])` or `scorers.NAME.function`.
 
     The function returns the score of one turn, or None to say nothing, which is not a zero. It may be a coroutine
     function. It runs during the episode, so it can use neither `ctx` nor an agent; an exception is retried
     (`scorers.NAME.attempts`). Further parameters are set by `scorers.NAME.options`.
 
-    Args:
-        function: the scorer.
-        linear: for `per = "group"`: promise that a member's score does not depend on the other members. Only such
-            scorers of groups can be used with `ctx.roulette`.
-
     Example:
         >>> @scorer
         ... def short(scored):
         ...     return 1.0 - len(scored.turn.text.split()) / 100
     """
-    mark = FunctionDeclaration("scorer", linear=linear)
-    return _mark(function, mark) if function is not None else lambda decorated: _mark(decorated, mark)
+    return _mark(function, FunctionDeclaration("scorer"))
 
 
 def _mark(function: F, mark: FunctionDeclaration) -> F:
@@ -395,7 +375,9 @@ class _Slice:
         while grew:
             grew = False
             for index, statement in enumerate(body):
-                if index in indices or not (needed_names & set(_bound(statement)) or _is_future(statement)):
+                if index in indices or not (
+                    needed_names & set(_bound(statement)) or getattr(statement, "module", "") == "__future__"
+                ):
                     continue
                 indices.add(index)
                 needed_names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
@@ -448,10 +430,6 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
                         yield from _bound(child)
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
             yield from (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-
-
-def _is_future(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
 class _SliceLoader(InspectLoader):
@@ -539,7 +517,7 @@ def _import(module: str, key: str) -> Any:
 def _is_installed(module: str) -> bool:
     """Whether a module is of the standard library or of an installed distribution."""
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in (__name__.partition(".")[0], builtins.__name__):
+    if top in sys.stdlib_module_names or top in (__name__.partition(".")[0], builtins.__name__, *PACKAGES):
         return True
     try:
         spec = importlib.util.find_spec(top) if top else None

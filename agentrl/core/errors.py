@@ -124,6 +124,8 @@ VERSION_GONE = "version_gone"
 """Drop reason of an episode that needs a version which no engine serves."""
 SCORER_FAILED = "scorer_failed"
 """Drop reason of an episode, or of a whole group, that a scorer could not score."""
+RUN_ENDED = "run_ended"
+"""Drop reason of an episode or unit that the run did not need any more."""
 EVALUATION_CUT = "evaluation_cut"
 """Drop reason of an evaluation episode whose process ended before it."""
 
@@ -175,10 +177,6 @@ class TrainerLostError(TrainerError):
     """The trainer's process, or its Ray session, died: steps since the newest checkpoint are lost."""
 
 
-class SupersededVersionError(TrainerError):
-    """A trainer was asked for a version's weights after it had made the next version."""
-
-
 class LossError(TrainerError):
     """A loss raised, or did not return a loss per token that depends on the batch."""
 
@@ -207,19 +205,6 @@ class EpisodeError(AgentRLError):
         self.reason = reason
         self.begin_again = begin_again
         self.advice = advice
-
-
-class ScorerFailedError(EpisodeError):
-    """A scorer failed after all attempts, and no other one answers for it. The episode is dropped.
-
-    Args:
-        message: what happened and what to do.
-        requests: number of requests that were made.
-    """
-
-    def __init__(self, message: str, *, requests: int) -> None:
-        super().__init__(message, reason=SCORER_FAILED)
-        self.requests = requests
 
 
 class InfrastructureError(AgentRLError):
@@ -276,10 +261,6 @@ class RewardError(EpisodeError):
 
 class ScorerError(InputError):
     """A scorer answered something that is not a score: the run stops, because no episode is at fault."""
-
-
-class Unscorable(AgentRLError):
-    """Raised by a scorer: no attempt can judge the content. Its score is `scorers.NAME.unscorable`."""
 
 
 class ReplayMismatchError(EpisodeError):

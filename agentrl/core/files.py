@@ -50,9 +50,6 @@ WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
 }
 """Files of a version's directory that determine what it samples, by kind of weights: tensors first, then their
 scale."""
-DELTA_FILES = ("delta.json", "delta.bin")
-"""Files of a version whose full weights are stored as changes since another version (`core.weight_deltas`): the name of
-that version, then the changes."""
 
 
 ReadBytes = Callable[[Path, int, int], bytes]
@@ -230,6 +227,10 @@ def os_error_advice(error: OSError) -> str:
             return "make it writable"
         case errno.ENOENT | errno.ENOTDIR:
             return "restore the moved or removed files"
+        case errno.EAGAIN:
+            return "raise the limit on processes (ulimit -u)"
+        case errno.ENOMEM:
+            return "free memory"
         case errno.ENAMETOOLONG:
             return "choose a shorter name"
     return "check the disk"
@@ -553,9 +554,4 @@ def check_model_directory(path: str | Path) -> None:
         raise ModelError(
             f"{directory}: {problem}{hint}. Give the local directory of a Hugging Face causal LM, such as DIR "
             "after `hf download ORGANIZATION/NAME --local-dir DIR`"
-        )
-    if (Path(path) / DELTA_FILES[0]).is_file() and not (Path(path) / WEIGHT_FILES["full"][0]).is_file():
-        raise ModelError(
-            f"{Path(path).absolute()}: this version is stored as changes since another one. Give its run's "
-            "policies/NAME or best/NAME, which is whole; or set policies.NAME.path to this directory"
         )

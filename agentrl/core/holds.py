@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from agentrl.core.text import plural
 
-HoldKind = Literal[
-    "paused", "draining", "max_in_flight", "max_in_flight_per_task", "max_staleness", "max_lag", "last_steps"
-]
+HoldKind = Literal["paused", "draining", "max_in_flight", "max_staleness", "last_steps"]
 """Rules that hold a root group back; the time that one does so is the activity of its name."""
 LimitKind = Literal["set", "first", "room", "places", "raised"]
 """Why `max_in_flight` is what it is: set by the user, or, if it is automatic, the first limit, lowered because calls
 waited for room in the KV cache or for a place in the engine, or raised because the engine has places."""
-_OLD_TEXT = re.compile(r"([0-9.e+-]+) s (.*)", re.DOTALL)
-_OLD_WORDS: Mapping[str, HoldKind] = {
-    "the run is paused": "paused",
-    "the run drains": "draining",
-    "(max_in_flight)": "max_in_flight",
-    "(max_staleness of": "max_staleness",
-    "of a deterministic run)": "max_staleness",
-    "(max_lag of": "max_lag",
-    "have all their episodes": "last_steps",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,7 @@ class Hold:
     """Policies whose bound or steps the rule is about."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the rule: episodes `running`, held-out ones `due` before, steps `behind`, `step` and `batch` of a
-    deterministic run, units `outstanding` and `overtaken`; empty in journals of versions that recorded only a text."""
+    deterministic run."""
     limit: InFlightLimit = SET_LIMIT
 
     @property
@@ -81,20 +68,10 @@ class Hold:
                 return "because the run drains"
             case "last_steps":
                 return f"because the last steps{f' of {names}' if names else ''} have all their episodes"
-            case _ if not values:
-                return f"because of {self.kind}"
             case "max_in_flight":
                 count = plural(int(values["running"]), "episode is", "episodes are")
                 first = f", and {values['due']:.0f} of an evaluation start first" if values.get("due") else ""
                 return f"because {count} running{self.limit.text}{first} (max_in_flight)"
-            case "max_in_flight_per_task":
-                count = plural(int(values["running"]), "episode of the same task runs", "episodes of the same task run")
-                return f"because {count} (max_in_flight_per_task)"
-            case "max_lag":
-                return (
-                    f"because {values['outstanding']:.0f} episodes are not trained yet, and {values['overtaken']:.0f} "
-                    f"others were since the oldest of them began (max_lag of {names})"
-                )
             case "max_staleness" if "batch" in values:
                 return (
                     f"because {names} is at step {values['step']:.0f} (batch {values['batch']:.0f} of a deterministic "
@@ -118,15 +95,3 @@ class AdmissionWait:
     def text(self) -> str:
         """For people, read after "its start waited"."""
         return f"{self.seconds:.3g} s {self.hold.text}"
-
-    @staticmethod
-    def from_old_text(text: str) -> AdmissionWait | None:
-        """Read what versions before 0.1 recorded, a text alone; None if it names no known rule.
-
-        Example:
-            >>> AdmissionWait.from_old_text("3.5 s because 4 episodes are running (max_in_flight)").hold.kind
-            'max_in_flight'
-        """
-        match = _OLD_TEXT.fullmatch(text)
-        kind = next((kind for words, kind in _OLD_WORDS.items() if words in text), None)
-        return AdmissionWait(float(match[1]), Hold(kind)) if match and kind else None

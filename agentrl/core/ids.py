@@ -71,11 +71,12 @@ def group_id_of(episode_id: str, group_size: int) -> str:
 
     Example:
         >>> group_id_of("e17", 8), group_id_of("e17~0.r#3.1", 8), group_id_of("e17~0.r#8.b1", 8)
-        ('g2', 'e17~0.r#3', 'g2')
+        ('g16', 'e17~0.r#3', 'g16')
     """
     main_id = main_episode_id(episode_id)
     parent_part, _, _ = main_id.rpartition(".")
-    return parent_part or f"g{root_episode_number(main_id) // group_size}"
+    number = root_episode_number(main_id)
+    return parent_part or f"g{number - number % group_size}"
 
 
 def call_id(strand: str, number: int) -> str:
@@ -98,11 +99,6 @@ def is_score(call_id: str) -> bool:
     return "?" in call_id
 
 
-def child_strand(strand: str, number: int, index: int) -> str:
-    """The strand of the `index`-th coroutine started by call `number` of `strand`."""
-    return f"{strand}/{number}.{index}"
-
-
 def root_episode_id(episode_id: str) -> str:
     """The id of the root episode that an episode descends from.
 
@@ -121,12 +117,6 @@ def root_episode_number(episode_id: str) -> int:
         12
     """
     return int(root_episode_id(episode_id)[1:])
-
-
-def is_numbered(episode_id: str) -> bool:
-    """Whether an id has a number of a root episode."""
-    number = root_episode_id(episode_id)[1:]
-    return number.isascii() and number.isdecimal()
 
 
 def episode_sort_key(episode_id: str) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -66,7 +65,7 @@ class LimitedProcess:
 
         Raises:
             TypeError, ValueError, RecursionError: a request is no JSON data.
-            OSError: the process cannot be started.
+            OSError: the process cannot be started; its text says why, and what to do.
         """
         kind, answer = "", None
         with self._lock:
@@ -141,23 +140,12 @@ class LimitedProcess:
                     env=environment,
                     start_new_session=True,  # Ctrl-C is for this process, which may ask until it has stopped
                 )
-        except OSError:
+        except OSError as error:
             ours.close()
-            raise
+            reason = f"no process can be started for it ({error.strerror}); {os_error_advice(error)}"
+            raise OSError(reason) from error
         self._line, self._process = ours, process
         return ours, process
-
-
-def not_started(error: OSError) -> str:
-    """Say why `ask` could not start the process, and what to do."""
-    match error.errno:
-        case errno.EAGAIN:
-            advice = "raise the limit on processes (ulimit -u)"
-        case errno.ENOMEM:
-            advice = "free memory"
-        case _:
-            advice = os_error_advice(error)
-    return f"no process can be started for it ({error.strerror}); {advice}"
 
 
 def _encode(value: Any) -> bytes:

@@ -33,15 +33,14 @@ TRAINING_PACKAGES = ("torch", "transformers", "peft", "safetensors", "tokenizers
 """Packages without which no model can be loaded."""
 EXTRAS: Mapping[str, str] = {
     **dict.fromkeys(TRAINING_PACKAGES, "train"),
-    "mcp": "mcp",
     "pyarrow": "parquet",
     "ray": "ray",
     "reasoning_gym": "calculator",
 }
 """Extra of agentrl that installs a package."""
-_CALCULATOR = ("calculator", "agentrl.environments.calculator", "agentrl.environments.calculator:Calculator")
-"""Names of the demo's environment."""
-PACKAGES: Mapping[str, str] = {"agentrl_formats": "formats"}
+PACKAGES: Mapping[str, str] = {
+    f"agentrl_{name}": name for name in ("algorithms", "formats", "judges", "mcp", "sandbox", "tinker")
+}
 """Directory in packages/ of a package that is a distribution of its own, named as agentrl's with that suffix."""
 GC_THRESHOLD = 50_000
 """Threshold of the garbage collector's youngest generation within `rare_collections` (Python's default: 700)."""
@@ -151,8 +150,6 @@ def finds_compiler() -> bool:
 
 _DRIVER_S = 20
 _MIG = re.compile(r"(?P<profile>MIG \S*?\.(?P<gb>\d+)gb\S*).*UUID: (?P<uuid>MIG-[^)]+)\)")
-_OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Oldest branch of the NVIDIA driver that runs each major version of CUDA, from NVIDIA's table of compatibility."""
 
 
 def _driver_lines(tool: str, *arguments: str) -> list[str]:
@@ -183,7 +180,8 @@ def _check_driver(driver: str) -> None:
     except metadata.PackageNotFoundError:
         return
     cuda = re.search(r"^cuda\b[^=]*= ['\"]([\d.]+)", file.read_text(encoding="utf-8"), re.M) if file.is_file() else None
-    oldest = _OLDEST_DRIVERS.get(int(cuda[1].split(".")[0])) if cuda else None
+    # From NVIDIA's table of compatibility: the oldest branch of the driver that runs each major version of CUDA.
+    oldest = {11: 450, 12: 525, 13: 580}.get(int(cuda[1].split(".")[0])) if cuda else None
     branch = driver.split(".")[0]
     if cuda and oldest and branch.isdecimal() and int(branch) < oldest:
         raise InputError(
@@ -211,14 +209,12 @@ def process_memory_bytes() -> ProcessMemory:
     return ProcessMemory(*(int(size.split()[0]) << 10 for size in (anonymous, mapped)))
 
 
-_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-
-
 def mismatched_torch_builds() -> list[str]:
     """CUDA builds of torch's companion packages, installed next to a CPU build of torch."""
     if not _version("torch").endswith("+cpu"):
         return []
-    return [name for name in _COMPANIONS if (version := _version(name)) and not version.endswith("+cpu")]
+    companions = {name: _version(name) for name in ("torchvision", "torchaudio", "torchcodec")}
+    return [name for name, version in companions.items() if version and not version.endswith("+cpu")]
 
 
 def hide_mismatched_torch_builds() -> None:
@@ -264,7 +260,8 @@ def needs_reasoning_gym(environments: str | Iterable[str]) -> bool:
         (True, False)
     """
     names = [environments] if isinstance(environments, str) else environments
-    return any(name.partition("@")[0] in _CALCULATOR for name in names)
+    module = "agentrl.environments.calculator"
+    return any(name.partition("@")[0] in ("calculator", module, f"{module}:Calculator") for name in names)
 
 
 def check_packages_installed(names: Sequence[str]) -> None:

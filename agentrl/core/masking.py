@@ -23,8 +23,6 @@ _SECRET_WORDS = (
     *("apikey", "accesskey", "privatekey", "secretkey", "accesstoken", "authtoken", "connectionstring"),
 )
 """Ends of words that name a secret anywhere in a name."""
-_LAST_WORDS = {"token", "auth", "authorization", "bearer", "pwd", "dsn"}
-"""Words that name a secret at the end of a name."""
 _PAIRS = {*((word, "key") for word in ("api", "access", "private", "secret")), ("connection", "string")}
 _MODEL_TOKENS = {
     *("bos", "eos", "pad", "unk", "sep", "cls", "mask", "special", "stop"),
@@ -99,7 +97,7 @@ def _is_secret(name: str) -> bool:
     words = _words(name)
     if not words or words[-1] in _ABOUT_SECRETS:
         return False
-    if words[-1] in _LAST_WORDS:
+    if words[-1] in {"token", "auth", "authorization", "bearer", "pwd", "dsn"}:
         return words[-1] != "token" or _MODEL_TOKENS.isdisjoint(words[-2:-1])
     pairs = itertools.pairwise(words)
     return any(word.endswith(_SECRET_WORDS) for word in words) or not _PAIRS.isdisjoint(pairs)

@@ -28,7 +28,6 @@ SILENT_S = 90
 """Seconds without an acknowledgement after which a connection ends. A network failure of 30 s does not end it: TCP
 sends again, at the latest 51 s after the failure began."""
 _NONCE = 32
-_SIOCGIFADDR = 0x8915
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -141,24 +140,6 @@ async def connect(address: Address | str) -> tuple[asyncio.StreamReader, asyncio
     return reader, writer
 
 
-def connect_socket(address: str, timeout_s: float) -> socket.socket:
-    """Connect to a listener from a thread without an event loop; returns a blocking socket with a timeout.
-
-    Raises:
-        OSError: see `connect`.
-    """
-
-    async def dial() -> socket.socket:
-        _, writer = await connect(address)
-        peer: socket.socket = writer.get_extra_info("socket").dup()
-        writer.close()  # of its own descriptor; the connection stays open
-        return peer
-
-    peer = asyncio.run(dial())
-    peer.settimeout(timeout_s)
-    return peer
-
-
 def _proof(token: str, role: bytes, nonce: bytes, sender_nonce: bytes) -> bytes:
     return hmac.digest(token.encode(), role + nonce + sender_nonce, "sha256")
 
@@ -173,26 +154,6 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
 
 
-def is_unacknowledged(error: TimeoutError) -> bool:
-    """Whether the kernel ended a connection because the other machine acknowledged nothing (see `keep_alive`).
-
-    The error of a socket's own timeout has no number: the other machine may only be busy.
-    """
-    return error.errno is not None
-
-
-def own_address(toward: str) -> str:
-    """Return the address of this machine on the route to another; sends nothing.
-
-    Raises:
-        OSError: there is no route.
-    """
-    family = socket.AF_INET6 if ":" in toward else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((toward, 9))
-        return str(probe.getsockname()[0])
-
-
 def interface_of(address: str) -> str:
     """Return the network interface that has an IPv4 address of this machine.
 
@@ -203,8 +164,8 @@ def interface_of(address: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # raised for an interface without an address
-                request = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            with contextlib.suppress(OSError):  # SIOCGIFADDR fails for an interface without an address
+                request = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(request[20:24]) == address:
                     return name
     raise OSError(f"no network interface of this machine has the address {address}")

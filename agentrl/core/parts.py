@@ -30,11 +30,7 @@ PartKind = Literal[
     "sampling",
     "filters",
     "scorer",
-    "reward model",
-    "judge",
-    "votes",
     "environment",
-    "recorded turns",
     "evaluation",
     "best metric",
     "held-out tasks",
@@ -60,9 +56,7 @@ class Property(Enum):
     LEAVES_OUT_MEMBER = "has a baseline that does not depend on the member itself"
     EQUAL_FOR_EQUAL = "gives members of a group with equal rewards equal advantages"
     REWARDS_TO_GO = "can compare the rewards from one turn on"
-    IGNORES_STATES = "does not compare the states of turns"
     TREE_FORM = "has a form for trees of branches"
-    LINEAR = "is linear: an estimator or scorer in the rewards, a loss on policy in the advantages"
     # of losses and normalizers
     WITHIN_TURN = "weighs a token by tokens of the same turn at most"
     BY_TOKEN = "weighs a token by itself alone"
@@ -81,12 +75,10 @@ class Property(Enum):
     FROZEN_REFERENCE = "has frozen weights as a reference"
     TEACHER = "names the weights of a teacher"
     ONE_POLICY = "has one policy that learns"
-    # of sampling, scorers and judges
+    # of sampling and scorers
     API_SAMPLING = "uses only filters of the chat completions API"
     SAME_FILTERS = "filters the tokens of all policies or of none"
     SCORES_EPISODES = "scores each episode by itself"
-    ANSWER_PROBABILITIES = "gives the probabilities of answers"
-    FIXED_WEIGHTS = "judges with weights that do not change"
     # of evaluations, machines and engines
     MEASURED = "gives evaluations something to measure"
     REPEATABLE = "depends on the run's configuration alone"
@@ -100,9 +92,6 @@ class Property(Enum):
     KEPT_SETS = "records the kept set of each token"
     ADAPTER_SLOTS = "has enough slots for adapters"
     # of trainer ranks
-    WHOLE_LAYERS = "holds whole layers on each rank"
-    EXPERTS_ON_RANKS = "keeps the weights of experts where they are computed"
-    SHARES_PREFIXES = "computes shared prefixes once"
 
 
 class Need(NamedTuple):

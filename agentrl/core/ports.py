@@ -365,6 +365,20 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def write_reply(self, text: str, context: Sequence[int], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Return the token ids of a reply that was not sampled, as the chat template writes it, with the token that
+        ends the turn.
+
+        Args:
+            text: the reply, as the model would write it: thinking and calls between their marks.
+            context: tokens before the reply; some prompts begin the thinking themselves.
+            tools: tools that the conversation offers.
+
+        Raises:
+            ModelError: the template refuses the reply, or its prompt rules it out.
+        """
+        ...
+
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
@@ -502,7 +516,7 @@ class Scorer(Protocol):
         """Return a score.
 
         Raises:
-            EpisodeError: the scorer failed, and no other one is named for that case.
+            EpisodeError: the scorer failed; its unit is dropped.
             ScorerError: the scorer returned something that is not a score.
         """
         ...
@@ -518,21 +532,20 @@ class EpisodeHost(Protocol):
         tasks: Sequence[Task],
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
-        known: Sequence[str] = (),
-    ) -> SpawnedGroup:
+        known: Sequence[str],
+    ) -> Sequence[str]:
         """Admit and start one child episode per task, as a group; call `on_end(index, header)` once for each.
 
         A child that is already running (its parent was resumed) is not started again. `known` holds the ids of the
-        children that this call spawned in the episode a fork came from: children that ended or still run are shared,
-        the others start over.
+        children in the entry of the call. Those of the episode that a fork came from are shared if they ended or still
+        run; the others start over. Returns the ids of the children.
         """
         ...
 
     async def branch(
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
     ) -> Mapping[str, PolicyVersion]:
-        """Admit and start the branches of a call, or its resampled episodes, except those that exist: `main` was
-        resumed.
+        """Admit and start the branches of a call, except those that exist: `main` was resumed.
 
         Args:
             main: the main episode.
@@ -559,12 +572,6 @@ class EpisodeHost(Protocol):
         """Start a further attempt of a running episode."""
         ...
 
-    def record_episode_metrics(
-        self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
-    ) -> None:
-        """Receive the values of a committed episode's `ctx.metric`, by policy that acted, for the step metrics."""
-        ...
-
 
 class PolicyCounts(NamedTuple):
     """The counts of one policy in one episode: its turns, and the values of `ctx.metric`."""
@@ -572,14 +579,6 @@ class PolicyCounts(NamedTuple):
     turns: int
     """Turns of the policy's agents."""
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpawnedGroup:
-    """The children started by one spawn call."""
-
-    group_id: str
-    episode_ids: tuple[str, ...]
 
 
 class Worker(Protocol):
@@ -605,10 +604,6 @@ class Worker(Protocol):
 
     def activity(self) -> Mapping[str, float]:
         """Return what the episodes have spent their time on; see `observe.bottleneck.ActivityClock.totals`."""
-        ...
-
-    async def drain(self) -> None:
-        """Wait until no episode is in flight."""
         ...
 
     async def cancel(self) -> None:

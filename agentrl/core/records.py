@@ -6,7 +6,7 @@ Tables of tokens are in `core/tokens.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never, get_args
 
@@ -64,17 +64,6 @@ def find_stop_reason(text: object) -> StopReason | None:
     return next((reason for reason in get_args(StopReason) if reason == text), None)
 
 
-def stopped_by_limit(reason: StopReason | None) -> bool:
-    """Whether a limit ended an episode that could have continued; None: it was dropped, or is unknown."""
-    match reason:
-        case "max_tokens" | "max_turns" | "context_length" | "time_limit":
-            return True
-        case "completed" | "refused" | None:
-            return False
-        case _:
-            assert_never(reason)
-
-
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -123,17 +112,83 @@ class PolicyVersion(NamedTuple):
     def __str__(self) -> str:
         return f"{self.policy}@{self.lineage}.{self.step}"
 
-    def first_with_weights(self, parents: Mapping[tuple[str, int], PolicyVersion]) -> PolicyVersion:
-        """Return the first version with the same weights. A resumed run begins with its checkpoint's weights under a
-        new id.
 
-        Args:
-            parents: the version that each (policy, lineage) started from.
-        """
-        version = self
-        while (parent := parents.get((self.policy, version.lineage))) is not None and parent.step == version.step:
-            version = parent
-        return version
+@dataclass(slots=True)
+class Lines:
+    """The tree of a run's lineages, and the only code that compares versions of a policy.
+
+    A resume starts a lineage from its checkpoint's version. The lineages of a policy share its initial weights, step 0.
+    Steps alone do not order versions: a step that a rollback undid has the number of the step that replaced it.
+
+    Example:
+        >>> lines = Lines({("a", 1): PolicyVersion("a", 0, 2)})
+        >>> undone, now = PolicyVersion("a", 0, 9), PolicyVersion("a", 1, 3)
+        >>> lines.survives(undone, now), lines.fork(undone, now), lines.age(undone, now)
+        (False, 2, 7)
+    """
+
+    parents: dict[tuple[str, int], PolicyVersion] = field(default_factory=dict)
+    """The version that each (policy, lineage) started from; lineages without one started from the initial weights."""
+    repeated: dict[PolicyVersion, PolicyVersion] = field(default_factory=dict)
+    """For each version the first one with its weights: a step that was taken again on the same units makes the same
+    weights."""
+    _first: dict[tuple[PolicyVersion, str], PolicyVersion] = field(default_factory=dict, repr=False)
+    """First version of each step, keyed by the weights before it and its digest."""
+
+    def add(self, version: PolicyVersion, parent: PolicyVersion | None, sha256: str) -> None:
+        """Add a published version, in the order of lineages and steps."""
+        if parent is not None and parent.lineage < version.lineage:
+            self.parents[version.policy, version.lineage] = parent
+        # With the weights before the step: two steps may publish equal changes of different weights.
+        before = self.weights(version._replace(step=version.step - 1))
+        self.repeated[version] = self._first.setdefault((before, sha256), version)
+
+    def line(self, at: PolicyVersion) -> list[tuple[int, int, int]]:
+        """Return the steps that led to a version, newest first: (lineage, first, last) means steps first < s ≤ last."""
+        line = []
+        while (parent := self.parents.get((at.policy, at.lineage))) is not None:
+            line.append((at.lineage, parent.step, at.step))
+            at = parent
+        return [*line, (at.lineage, -1, at.step)]
+
+    def published_as(self, version: PolicyVersion) -> Iterator[PolicyVersion]:
+        """Yield the ids under which the weights of a version were published, newest first: a resume publishes the
+        weights that it starts from."""
+        for lineage, first, _ in self.line(version):
+            yield version._replace(lineage=lineage)
+            if first != version.step:
+                return
+
+    def fork(self, version: PolicyVersion, at: PolicyVersion) -> int:
+        """Return the step of the newest weights that led to both versions of a policy."""
+        ends = {lineage: last for lineage, _, last in self.line(at)}
+        shared = (min(last, ends[lineage]) for lineage, _, last in self.line(version) if lineage in ends)
+        step, last = next(shared, 0), min(version.step, at.step)
+        while step < last and self.weights(self.before(version, step + 1)) == self.weights(self.before(at, step + 1)):
+            step += 1
+        return step
+
+    def survives(self, version: PolicyVersion, at: PolicyVersion) -> bool:
+        """Whether the weights of `version` led to those of `at`, or are the same."""
+        return self.fork(version, at) == version.step
+
+    def age(self, version: PolicyVersion, at: PolicyVersion) -> int:
+        """Return the number of steps between two versions, counted from their fork if one did not lead to the other."""
+        return max(version.step, at.step) - self.fork(version, at)
+
+    def before(self, at: PolicyVersion, step: int) -> PolicyVersion:
+        """Return the version of a step on the line that led to `at`."""
+        return next(PolicyVersion(at.policy, lineage, step) for lineage, first, _ in self.line(at) if step >= first)
+
+    def weights(self, version: PolicyVersion) -> PolicyVersion:
+        """Return the first version with the weights of `version`."""
+        *_, version = self.published_as(version)
+        version = version if version.step else version._replace(lineage=min(version.lineage, 0))
+        return self.repeated.get(version, version)
+
+
+NEVER_RESUMED = Lines()
+"""The lineages of a run that was never resumed."""
 
 
 class VersionSpan(NamedTuple):
@@ -150,13 +205,10 @@ class WeightsRef:
 
     version: PolicyVersion
     path: str
-    """Directory with `model.safetensors` or a delta (full weights, `core.weight_deltas`), or
-    `adapter_model.safetensors` and `adapter_config.json`."""
+    """Directory with `model.safetensors` (full weights), or `adapter_model.safetensors` and `adapter_config.json`."""
     kind: Literal["full", "adapter"]
     sha256: str
     """Digest of its `files.WEIGHT_FILES`, concatenated; the engine checks it before it serves the version."""
-    changed_numbers: float | None = field(default=None, compare=False)
-    """Share of the numbers that differ from the previous version; None: it was not computed."""
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -261,40 +313,17 @@ class ScoreRequest:
     seed: int
     """Seed of a scorer that samples; the same on every execution of the attempt."""
     scored: Scored
-    priority: int = 0
-    """Priority among waiting requests; lower values run first."""
-    pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """Versions of the policies that judge by earlier weights, keyed by policy."""
     group: tuple[Scored, ...] = ()
     """The members of the group, if the scorer scores groups; `scored` is the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A scorer's answer."""
+    """A scorer's answer with an explanation, which `agentrl episode why` shows."""
 
-    value: float | None
-    """The score; None: the scorer says nothing."""
+    value: Any
+    """The score; None: the scorer says nothing. Of a group, a list with a score for each member."""
     note: str = ""
-    """Explanation for readers."""
-    queued: float = 0.0
-    """Seconds that the request waited for its turn."""
-    tokens: int = 0
-    """Tokens that models computed for it."""
-    cached: bool = False
-    """Whether it was the score of equal content."""
-    judged_by: PolicyVersion | None = None
-    """Oldest version of the judge, if its versions differ."""
-    requests: int = 0
-    """Calls of a function or a model made for it, retries included."""
-    content: bytes = b""
-    """Hash of the scorer and the scored content, if equal content is scored once."""
-    values: tuple[float | None, ...] = ()
-    """Scores of the members of a group, in their order; `value` is then None."""
-    spread: float | None = None
-    """Standard deviation of a member's score over the votes, as the mean over the members of a group."""
-    failure: str | None = None
-    """Why the scorer failed, if another one answered in its place."""
 
 
 REWARD = "reward"
@@ -335,14 +364,9 @@ class ForkPoint:
     messages: tuple[dict[str, Any], ...] = ()
     """Messages for the policy at that call; empty: those of the environment."""
     branch: int = 0
-    """Number, from 1, among the episodes that a call of `ctx.branch` or `ctx.resample` started; 0: any other fork."""
+    """Number, from 1, among the episodes that a call of `ctx.branch` started; 0: any other fork."""
     turns: tuple[AgentTurns, ...] = ()
     """For a branch, the turns that each agent had taken at the call."""
-    probe: bool = False
-    """Whether the branch is a probe, which estimates the value of a state and is never trained."""
-    resample_weight: float = 0.0
-    """Weight of the episodes that a call of `ctx.resample` started, this one among them: the fork's call is a turn of
-    the main episode, which they sample again. 0: any other fork."""
 
     @property
     def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:
@@ -386,26 +410,13 @@ class EpisodeSpec:
 
     @property
     def branched_from(self) -> str | None:
-        """Id of the main episode, if `ctx.branch` or `ctx.resample` started this one."""
+        """Id of the main episode, if `ctx.branch` started this one."""
         return self.fork.episode_id if self.fork is not None and self.fork.branch else None
-
-    @property
-    def is_probe(self) -> bool:
-        """Whether `ctx.branch` started the episode as a probe, which is never trained."""
-        return self.fork is not None and self.fork.probe
 
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
         """Return a copy of the spec with these pins."""
         seats = {seat: SeatBinding(binding.policy, pins.get(binding.policy)) for seat, binding in self.seats.items()}
         return dataclasses.replace(self, seats=seats, pins=dict(pins))
-
-
-class GroupStart(NamedTuple):
-    """The start of a root group's episodes: the beginning of a task, or a recorded turn of an episode of it."""
-
-    task: Task
-    point: ForkPoint | None = None
-    """The recorded turn, from which the episodes go their own ways; None: the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,9 +453,14 @@ class TrajectoryHeader:
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """Part of `reward` that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[str, float], ...] = ()
-    """Sum of the rewards under each name before weights, sorted by name; empty if no reward had a name."""
+    """Sum of the rewards under each name before weights, sorted by name; empty if it would only repeat `reward`."""
     turn_states: bytes = b""
     """Hashes of the anchor states of the turns, one after another; empty unless `credit.advantage` compares turns."""
+
+    @property
+    def oldest_version(self) -> PolicyVersion:
+        """Oldest weights that sampled a token."""
+        return PolicyVersion(self.policy, self.lineage, self.oldest_step)
 
     @property
     def states(self) -> tuple[bytes, ...]:
@@ -495,7 +511,7 @@ class EpisodeHeader:
     @property
     def sampled_by(self) -> tuple[PolicyVersion, ...]:
         """Oldest versions that sampled the episode, for each agent, and the children it waited for."""
-        own = (PolicyVersion(agent.policy, agent.lineage, agent.oldest_step) for agent in self.trajectories)
+        own = (agent.oldest_version for agent in self.trajectories)
         return (*self.measured_against, *own)
 
     @property
@@ -530,9 +546,7 @@ class EpisodeHeader:
         if not all(sides):
             return None
         first, opponent_mean = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
-        learner_version, opponent_version = (
-            PolicyVersion(learner, side[0].lineage, side[0].oldest_step) for side in sides
-        )
+        learner_version, opponent_version = (side[0].oldest_version._replace(policy=learner) for side in sides)
         return GameResult(
             learner_version, opponent_version, 0.5 if first == opponent_mean else float(first > opponent_mean)
         )
@@ -656,8 +670,6 @@ class MemberScore(NamedTuple):
     """Number of the agent within its seat."""
     value: float | None
     """The score; None: the scorer says nothing."""
-    weight: float = 1.0
-    """Weight of the member, more than 1 if it survived `ctx.roulette`."""
 
 
 class GroupScores(NamedTuple):
@@ -670,14 +682,6 @@ class GroupScores(NamedTuple):
     scores: tuple[MemberScore, ...]
     note: str = ""
     """Explanation for readers."""
-    spread: float | None = None
-    """Standard deviation of a member's score over the votes, as the mean over members; None: fewer than two votes."""
-    judged_by: PolicyVersion | None = None
-    """Oldest version of the judge, if its versions differ."""
-    tokens: int = 0
-    """Tokens that models computed for it."""
-    requests: int = 0
-    """Calls of a function or a model made for it, retries included."""
     seconds: float = 0.0
     """Seconds from the request to the scores."""
 
@@ -708,8 +712,6 @@ class Unit:
     policy: str
     location: EpisodeDataLocation
     credits: tuple[TrajectoryCredit, ...]
-    is_cut: bool = False
-    """Whether a limit ended the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -722,6 +724,8 @@ class TrainBatch:
     units: tuple[Unit, ...]
     normalizer: float
     """Constant that divides the summed token losses; see `trainer.loss.normalizer`."""
+    lines: Lines = field(default_factory=Lines)
+    """The run's lineages, from which the ages of the units' tokens follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,6 @@ MAX_CALL_DEPTH = 64
 """Maximum nesting of a call's values; a deeper call is malformed."""
 
 _ARGUMENTS = ("arguments", "parameters")
-_LLAMA_ARGUMENTS = ("parameters", "arguments")
 _CALL_NAMES = {"name", "tool_name"}
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')
 
@@ -253,10 +252,29 @@ def _call(number: int, raw: str, named_call: NamedCall) -> ToolCall:
     return ToolCall(id=call_id, name=name, arguments=raw if arguments is None else arguments)
 
 
+def _outside(text: str, value: str, marks: Sequence[str], at: int) -> int:
+    """Return the place of the first of `marks` from `at` on that is not part of a value; the length of the text if
+    there is none.
+
+    Args:
+        text: the text.
+        value: regular expression of a value.
+        marks: the marks.
+        at: where to begin, outside a value.
+    """
+    pattern = f"{value}|({'|'.join(map(re.escape, marks))})"
+    return next((match.start() for match in re.compile(pattern, re.DOTALL).finditer(text, at) if match[1]), len(text))
+
+
+_JSON_STRING = r'"(?:[^"\\]|\\.)*+"'
+
+
 class Grammar(NamedTuple):
     """How the calls within a block are written."""
 
     read: Reader
+    find: Callable[[str, Sequence[str], int], int] = lambda text, marks, at: _outside(text, _JSON_STRING, marks, at)
+    """Finds the first of some marks that is no part of a value, because a mark within a value is text."""
     is_cut: Callable[[str], bool] = lambda raw: False
     """Whether the last call of an unclosed block breaks off, although `read` sees a call with fewer arguments. JSON and
     Python that break off are malformed anyway."""
@@ -266,12 +284,7 @@ class Grammar(NamedTuple):
 
 def _name_and_json(read: Reader, separator: str, marks: tuple[str, ...]) -> Grammar:
     """A name, a separator, and arguments in JSON, without which a call is not complete."""
-    return Grammar(read, lambda raw: not raw.partition(separator)[2].strip("` \n"), marks)
-
-
-def _tagged(read: Reader, end: str = "") -> Grammar:
-    """Values between tags. A call is complete with its end tag; without one, with the block."""
-    return Grammar(read, lambda raw: not (end and raw.endswith(end)))
+    return Grammar(read, is_cut=lambda raw: not raw.partition(separator)[2].strip("` \n"), marks=marks)
 
 
 def _blocks(text: str, marks: tuple[str, str], grammar: Grammar, tools: Sequence[ToolSpec]) -> ParsedReply:
@@ -285,11 +298,11 @@ def _blocks(text: str, marks: tuple[str, str], grammar: Grammar, tools: Sequence
     calls: list[ToolCall] = []
     while at >= 0 and len(calls) < MAX_CALLS:
         start = at + len(begin)
-        stop = text.find(end or begin, start)
-        after = len(text) if stop < 0 else stop + len(end)
-        raw = text[start : stop if stop >= 0 else len(text)].strip(SPACE)
+        stop = grammar.find(text, [end or begin], start)
+        after = stop + len(end)
+        raw = text[start:stop].strip(SPACE)
         block_calls = grammar.read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
-        if stop < 0 and grammar.is_cut(raw):
+        if stop == len(text) and grammar.is_cut(raw):
             block_calls = [*block_calls[:-1], (block_calls[-1][0], None)]
         calls += [
             _call(n, raw, named_call) for n, named_call in enumerate(block_calls[: MAX_CALLS - len(calls)], len(calls))
@@ -465,7 +478,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     )
     if not (has_tag or has_call or (is_broken and _NAME.match(raw[1:].lstrip(SPACE)))):
         return text, ()
-    return "", tuple(_call(n, part, _named_call(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
+    return "", tuple(_call(n, part, _named_call(v, part, _ARGUMENTS[::-1])) for n, (part, v) in enumerate(parts))
 
 
 def _split(raw: str) -> list[tuple[str, Any]]:
@@ -554,21 +567,48 @@ def _parameters(name: str, tools: Sequence[ToolSpec], *keys: str) -> Mapping[str
 _WORD = re.compile(r"\S")
 
 
-def _pairs(body: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, str]]:
-    """Yield keys and values of `begin KEY middle VALUE end`, any number.
+class _Values(NamedTuple):
+    """The tags of a call's values: `begin KEY middle VALUE end`, any number."""
 
-    Raises:
-        ValueError: there is other text, or a part is missing.
-    """
-    at = 0
-    while word := _WORD.search(body, at):
-        at = word.start()
-        if not body.startswith(begin, at):
-            raise ValueError("text between values")
-        split = body.index(middle, at)
-        stop = body.index(end, split)
-        yield body[at + len(begin) : split], body[split + len(middle) : stop]
-        at = stop + len(end)
+    begin: str
+    middle: str
+    end: str
+
+    def ends(self, text: str, at: int = 0) -> dict[int, int]:
+        """Return the places of the end tags after `at`, by those of their begin tags. Values nest, because the text of
+        one may show a call."""
+        ends, open_values = dict[int, int](), list[int]()
+        for tag in re.compile(f"{re.escape(self.begin)}|{re.escape(self.end)}").finditer(text, at):
+            if tag[0] == self.begin:
+                open_values.append(tag.start())
+            elif open_values:
+                ends[open_values.pop()] = tag.start()
+        return ends
+
+    def find(self, text: str, marks: Sequence[str], at: int) -> int:
+        ends = self.ends(text, at)
+        pattern = re.compile("|".join(map(re.escape, (self.begin, *marks))))
+        while (match := pattern.search(text, at)) and match[0] == self.begin:
+            stop = ends.get(match.start())
+            at = match.end() if stop is None else stop + len(self.end)
+        return match.start() if match else len(text)
+
+    def read(self, body: str) -> Iterator[tuple[str, str]]:
+        """Yield keys and values.
+
+        Raises:
+            ValueError: there is other text, or a part is missing.
+        """
+        at, ends = 0, self.ends(body)
+        while word := _WORD.search(body, at):
+            at = word.start()
+            if not body.startswith(self.begin, at):
+                raise ValueError("text between values")
+            split = body.index(self.middle, at)
+            stop = ends.get(at, -1)
+            stop = stop if stop >= split else body.index(self.end, split)  # the value holds begin tags alone
+            yield body[at + len(self.begin) : split], body[split + len(self.middle) : stop]
+            at = stop + len(self.end)
 
 
 def _tagged_call(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpec]) -> NamedCall:
@@ -597,32 +637,37 @@ def _unwrap(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "\n" else value
 
 
-def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
-    """Parse `<function=NAME><parameter=KEY>VALUE</parameter>…</function>`."""
-    calls: list[NamedCall] = []
-    for part in raw.split("<function=")[1 : MAX_CALLS + 2]:
-        name, _, body = part.partition(">")
-        pairs = _pairs(body.partition("</function>")[0], "<parameter=", ">", "</parameter>")
-        calls.append(_tagged_call(name, ((key, _unwrap(value)) for key, value in pairs), tools))
-    return calls or [("", None)]
+def _calls_in_tags(begin: str, middle: str, end: str, values: _Values, change: Callable[[str], str] = str) -> Grammar:
+    """Make the grammar of `begin NAME middle VALUES end`, any number. A call is complete with its end tag.
+
+    Args:
+        begin: the tag before a name.
+        middle: the mark after it.
+        end: the tag that ends a call.
+        values: the tags of values.
+        change: applied to each value.
+    """
+
+    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
+        calls: list[NamedCall] = []
+        at = raw.find(begin)
+        while at >= 0 and len(calls) <= MAX_CALLS:
+            stop = values.find(raw, [begin, end], at + len(begin))
+            name, _, body = raw[at + len(begin) : stop].partition(middle)
+            calls.append(_tagged_call(name, ((key, change(value)) for key, value in values.read(body)), tools))
+            at = raw.find(begin, stop) if calls[-1][1] is not None else -1
+        return calls or [("", None)]
+
+    return Grammar(read, values.find, is_cut=lambda raw: not raw.endswith(end))
 
 
-_FUNCTIONS = _tagged(_functions, "</function>")
+_FUNCTIONS = _calls_in_tags("<function=", ">", "</function>", _Values("<parameter=", ">", "</parameter>"), _unwrap)
 
 
 def _invokes(prefix: str) -> Grammar:
     """Make the grammar of `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
-
-    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
-        calls: list[NamedCall] = []
-        for part in raw.split(f'<{prefix}invoke name="')[1 : MAX_CALLS + 2]:
-            name, _, body = part.partition('">')
-            body = body.partition(f"</{prefix}invoke>")[0]
-            pairs = _pairs(body, f'<{prefix}parameter name="', '">', f"</{prefix}parameter>")
-            calls.append(_tagged_call(name, pairs, tools))
-        return calls or [("", None)]
-
-    return _tagged(read, f"</{prefix}invoke>")
+    values = _Values(f'<{prefix}parameter name="', '">', f"</{prefix}parameter>")
+    return _calls_in_tags(f'<{prefix}invoke name="', '">', f"</{prefix}invoke>", values)
 
 
 def _after_tag(text: str, tag: str) -> str:
@@ -631,13 +676,18 @@ def _after_tag(text: str, tag: str) -> str:
     return value if tag in text and not before.strip(SPACE) else text
 
 
+_GLM_VALUES = _Values("<arg_key>", "</arg_key>", "</arg_value>")
+
+
 def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` per argument."""
     at = raw.find("<arg_key>")
     name, body = (raw, "") if at < 0 else (raw[:at], raw[at:])
-    pairs = _pairs(body, "<arg_key>", "</arg_key>", "</arg_value>")
-    values = ((key, _after_tag(value, "<arg_value>")) for key, value in pairs)
+    values = ((key, _after_tag(value, "<arg_value>")) for key, value in _GLM_VALUES.read(body))
     return [_tagged_call(name, values, tools) if not name.lstrip().startswith("{") else ("", None)]
+
+
+_GLM = Grammar(_glm, _GLM_VALUES.find, is_cut=lambda raw: True)
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
@@ -680,12 +730,11 @@ def _python_value(node: ast.expr) -> Any:
     raise ValueError("no literal")
 
 
-_PYTHON_PIECE = re.compile(
-    r"""(?P<string>\"""(?:[^\\]|\\(?:.|\Z))*?(?:\"""|\Z)|'''(?:[^\\]|\\(?:.|\Z))*?(?:'''|\Z)"""
+_PYTHON_STRING = (
+    r"""(?:\"""(?:[^\\]|\\(?:.|\Z))*?(?:\"""|\Z)|'''(?:[^\\]|\\(?:.|\Z))*?(?:'''|\Z)"""
     r"""|"(?:[^"\\\r\n]|\\(?:.|\Z))*+"?|'(?:[^'\\\r\n]|\\(?:.|\Z))*+'?)"""
-    r"""|[(\[{]|(?P<close>[)\]}])|(?P<line>[\r\n]+)""",
-    re.DOTALL,
 )
+_PYTHON_PIECE = re.compile(rf"(?P<string>{_PYTHON_STRING})|[(\[{{]|(?P<close>[)\]}}])|(?P<line>[\r\n]+)", re.DOTALL)
 """A string, a bracket or a line break of Python; a string that is not closed ends with its line, or the text."""
 _ESCAPE_OR_RETURN = re.compile(r"\\.|\r", re.DOTALL)
 
@@ -721,7 +770,7 @@ def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return calls or [((re.match(r"\[?\s*([\w.-]{1,128})\s*\(", raw) or ("", ""))[1], None)]
 
 
-_PYTHON = Grammar(_pythonic)
+_PYTHON = Grammar(_pythonic, lambda text, marks, at: _outside(text, rf"{_PYTHON_STRING}(?!\Z)", marks, at))
 
 
 def _called(item: ast.expr) -> tuple[str, ast.Call] | None:
@@ -777,7 +826,8 @@ def _bare_keys(quote: str) -> Grammar:
             pieces[n] = json.dumps(piece, ensure_ascii=False) if n % 2 else _BARE.sub(_written_in_json, piece)
         return [_after_name(name, "".join(pieces))]
 
-    return Grammar(read, marks=(quote,))
+    value = f"{re.escape(quote)}.*?{re.escape(quote)}"
+    return Grammar(read, lambda text, marks, at: _outside(text, value, marks, at), marks=(quote,))
 
 
 def _written_in_json(match: re.Match[str]) -> str:
@@ -857,6 +907,8 @@ def _python_calls(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
 
 # --- channels ---------------------------------------------------------------------------------------------------------
 
+_NOTHING = "(?!)"
+"""The regular expression of values in which marks count."""
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 
 
@@ -877,10 +929,14 @@ def parse_harmony(text: str, *, reads_calls: bool = True) -> ReplyParts:
     calls: list[ToolCall] = []
     if "<|message|>" not in text:
         return ReplyParts("", "" if text.lstrip(SPACE).startswith("<|channel|>") else text, ())
-    for message in text.split("<|start|>"):
-        head, _, body = message.partition("<|message|>")
-        for end in ("<|end|>", "<|call|>", "<|return|>"):
-            body = body.partition(end)[0]
+    at = 0
+    while at < len(text):
+        head = text[at : _outside(text, _NOTHING, ["<|start|>", "<|message|>"], at)]
+        value = _JSON_STRING if "to=functions." in head else _NOTHING
+        stop = _outside(text, value, ["<|start|>"], at + len(head))
+        end = _outside(text, value, ["<|end|>", "<|call|>", "<|return|>"], at + len(head))
+        message, body = text[at:stop], text[at + len(head) : min(stop, end)].removeprefix("<|message|>")
+        at = stop + len("<|start|>")
         recipient = head.partition("to=functions.")[2]
         if recipient and reads_calls and len(calls) < MAX_CALLS:
             name = re.split(r"[\s<]", recipient, maxsplit=1)[0]
@@ -1005,7 +1061,7 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
             (OPEN, CLOSE, "<function="),
             example=f"{OPEN}<function=…><parameter=…>…</parameter></function>{CLOSE}",
         ),
-        _format("glm45", "GLM-4.5 and later", (OPEN, CLOSE), _tagged(_glm), example=f"{OPEN}…<arg_key>…{CLOSE}"),
+        _format("glm45", "GLM-4.5 and later", (OPEN, CLOSE), _GLM, example=f"{OPEN}…<arg_key>…{CLOSE}"),
         _format(
             "deepseek_v3",
             "DeepSeek-V3, -R1",

@@ -20,7 +20,6 @@ import msgspec
 from agentrl.core.errors import AgentRLError, format_foreign_error, rebuild_error
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Awaitable, Callable, Collection, Coroutine
 
 HEAD_BYTES = 4
@@ -359,49 +358,9 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         ValueError: the frame is larger than `MAX_FRAME_BYTES`.
     """
     try:
-        return await reader.readexactly(_frame_size(await reader.readexactly(HEAD_BYTES)))
+        size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "little")
+        if size > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {size} bytes")
+        return await reader.readexactly(size)
     except (asyncio.IncompleteReadError, OSError):  # the peer's machine may be unreachable
         return None
-
-
-def ask_blocking(peer: socket.socket, message: WireMessage, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    """Send a message from a thread without an event loop, and wait for its answer.
-
-    Raises:
-        AgentRLError: the peer raised the error.
-        OSError: the connection is closed; `TimeoutError`: there was no answer within the socket's timeout.
-        ValueError: the answer is invalid.
-    """
-    peer.sendall(encode_frame(message))
-    try:
-        reply = decoder.decode(read_frame_blocking(peer))
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from error
-    if isinstance(reply, ErrorReply):
-        raise rebuild_error(reply.kind, reply.message, among=(AgentRLError,))
-    return reply
-
-
-def read_frame_blocking(peer: socket.socket) -> bytes:
-    """Return the next frame's body.
-
-    Raises:
-        OSError, ValueError: see `ask_blocking`.
-    """
-    return _read_exactly(peer, _frame_size(_read_exactly(peer, HEAD_BYTES)))
-
-
-def _read_exactly(peer: socket.socket, size: int) -> bytes:
-    content = bytearray()
-    while len(content) < size:
-        if not (part := peer.recv(min(size - len(content), 1 << 16))):
-            raise ConnectionResetError("the connection was closed")
-        content += part
-    return bytes(content)
-
-
-def _frame_size(head: bytes) -> int:
-    size = int.from_bytes(head, "little")
-    if size > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {size} bytes")
-    return size

@@ -356,7 +356,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
         at = 0
         for start, stop, _ in self.spans:
             if not at <= start < stop <= count:
-                raise ValueError(f"version spans {self.spans} do not follow each other within {count} tokens")
+                raise ValueError(f"version span {start} to {stop} does not follow the one before within {count} tokens")
             at = stop
 
     def __len__(self) -> int:
@@ -509,15 +509,12 @@ def decode_token_ids(data: bytes, *, plain: bool = False) -> Int32Array:
     return token_ids
 
 
-_TYPE_CODES = {"<i4": "i", "<f4": "f", "<f8": "d", "|b1": "b"}
-
-
 def _decode_column(data: bytes, dtype: str, *, plain: bool) -> Any:
     if not plain:
         import numpy as np
 
         return np.frombuffer(data, dtype)
-    column: array[Any] = array(_TYPE_CODES[dtype])
+    column: array[Any] = array({"<i4": "i", "<f4": "f", "<f8": "d", "|b1": "b"}[dtype])
     column.frombytes(data)
     if sys.byteorder == "big":
         column.byteswap()
@@ -546,8 +543,8 @@ class Completion(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if sum([stop - start for start, stop, _ in self.spans]) != len(self.token_ids):
-            raise ValueError(f"version spans {self.spans} do not cover {len(self.token_ids)} tokens")
+        if (covered := sum([stop - start for start, stop, _ in self.spans])) != len(self.token_ids):
+            raise ValueError(f"version spans cover {covered} of {len(self.token_ids)} tokens")
 
     @staticmethod
     def of(tokens: Tokens, finish_reason: FinishReason, cached_tokens: int = 0) -> Completion:
@@ -596,7 +593,5 @@ class TrainingSample(Tokens, frozen=True, kw_only=True, gc=False, eq=False):
     seat: str = ""
     agent: int = 0
     """Number of the agent within its seat."""
-    is_cut: bool = False
-    """Whether a limit ended the agent's conversation at the end of this row."""
     lost_routing: int = 0
     """Number of turns of the row whose recorded routing could not be read; 0 in all but one sample of a row."""

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from agentrl.core.records import TrajectoryHeader, Unit
+from agentrl.core.records import NEVER_RESUMED, Lines, PolicyVersion, TrajectoryHeader, Unit
 
 
 class SeatRole(NamedTuple):
@@ -88,17 +88,21 @@ class RoleMeans:
         return self._means
 
     def credited(
-        self, policy: str, step: int, units: Sequence[tuple[str, Unit, Sequence[TrajectoryHeader]]]
+        self,
+        version: PolicyVersion,
+        units: Sequence[tuple[str, Unit, Sequence[TrajectoryHeader]]],
+        lines: Lines = NEVER_RESUMED,
     ) -> list[Unit]:
         """Return the units of a step, in order, with advantages against the means.
 
         The means do not change before `commit_step`.
 
         Args:
-            policy: policy that takes the step.
-            step: number of the step.
+            version: version that the step makes.
             units: (environment, unit, headers of its trajectories) in the step's order.
+            lines: the run's lineages.
         """
+        policy = version.policy
         rewards: dict[SeatRole, dict[str, list[float]]] = {}
         for environment, unit, _ in units:
             for credit in unit.credits:
@@ -106,7 +110,11 @@ class RoleMeans:
                 of_role.setdefault(unit.episode_id, []).append(credit.reward)
         credited_units = []
         for environment, unit, trajectories in units:
-            began = {(trajectory.seat, trajectory.index): trajectory.oldest_step for trajectory in trajectories}
+            began = {
+                (own.seat, own.index): lines.fork(own.oldest_version, version)
+                for own in trajectories
+                if own.policy == policy
+            }
             credits = []
             for credit in unit.credits:
                 role = SeatRole(policy, environment, credit.seat)
@@ -117,7 +125,9 @@ class RoleMeans:
                 baseline = mean.total / mean.weight if mean.weight else credit.reward
                 credits.append(dataclasses.replace(credit, advantage=credit.reward - baseline, baseline=baseline))
             credited_units.append(dataclasses.replace(unit, credits=tuple(credits)))
-        self._next[policy] = {role: self._after(role, step, of_episodes) for role, of_episodes in rewards.items()}
+        self._next[policy] = {
+            role: self._after(role, version.step, of_episodes) for role, of_episodes in rewards.items()
+        }
         return credited_units
 
     def commit_step(self, policy: str) -> None:

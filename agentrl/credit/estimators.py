@@ -5,19 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
-from agentrl.config.algorithms import ADVANTAGES
 from agentrl.core.custom_functions import FunctionDeclaration, check_options, declaration_of, find_function
 from agentrl.core.errors import GroupTooSmallError, InputError
-from agentrl.credit.advantages.best_of_n import best_of_n
-from agentrl.credit.advantages.gdpo import gdpo
-from agentrl.credit.advantages.gigpo import gigpo
-from agentrl.credit.advantages.group_baselines import group_mean, group_std, leave_one_out, no_baseline
-from agentrl.credit.advantages.max_rl import max_rl
-from agentrl.credit.advantages.pass_at_k import pass_at_k
-from agentrl.credit.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group
+from agentrl.credit.group_baselines import group_mean, group_std, leave_one_out, no_baseline
 from agentrl.credit.to_go import advantages_to_go
 
 REWARD_ESTIMATORS: dict[str, AdvantageFunction] = {
@@ -26,10 +20,9 @@ REWARD_ESTIMATORS: dict[str, AdvantageFunction] = {
     "group_std": group_std,
     "role_mean": no_baseline,
     "none": no_baseline,
-    "gae": no_baseline,
 }
 """Estimators that need the rewards alone, keyed by the name in `credit.advantage`; `role_mean` gets its baseline at the
-step (`baselines.RoleMeans`), `gae` in the trainer (`generalized_advantages`)."""
+step (`baselines.RoleMeans`)."""
 
 
 def reward_estimator(advantage: str, *, loss: str) -> AdvantageFunction:
@@ -39,18 +32,6 @@ def reward_estimator(advantage: str, *, loss: str) -> AdvantageFunction:
     episode, under which an agent of smaller reward may have the larger advantage; `group_mean` keeps their order.
     """
     return group_mean if (advantage, loss) == ("leave_one_out", "dpo") else REWARD_ESTIMATORS[advantage]
-
-
-GROUP_ESTIMATORS: dict[str, Callable[..., Sequence[float] | Sequence[Sequence[float]]]] = {
-    "max_rl": max_rl,
-    "pass_at_k": pass_at_k,
-    "best_of_n": best_of_n,
-    "gigpo": gigpo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "gdpo": gdpo,
-}
-"""Estimators that take a `Group`, like users' own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +52,18 @@ class AdvantageEstimator:
         """
         credits = []
         advantages = self._call_function(group)
-        for value, reward in zip(advantages, group.rewards, strict=True):
+        turn_states = group.turn_states or ((),) * len(advantages)
+        for value, reward, states in zip(advantages, group.rewards, turn_states, strict=True):
             turns = tuple(value) if isinstance(value, list | tuple) else ()
             numbers = turns or (value,)
-            for number in numbers:
-                if not _is_finite_number(number):
-                    raise InputError(
-                        f"the advantage {self.name} returned {value!r} for a reward of {reward}; it must return finite "
-                        "numbers, or for each agent a list of them, one per turn"
-                    )
+            # Without states, the agent was played under an advantage that did not compare turns.
+            num_turns = 0 if self.mark.over == "step" else len(states) or len(turns)
+            if not all(map(_is_finite_number, numbers)) or len(turns) not in (0, num_turns):
+                raise InputError(
+                    f"the advantage {self.name} returned {value!r} for an agent with a reward of {reward} and "
+                    f"{num_turns} turns; it must return a finite number or, unless it compares a step, a list with "
+                    "one per turn"
+                )
             first = float(numbers[0])
             credits.append(AgentCredit(first, reward - first, tuple(map(float, turns))))
         return credits
@@ -110,7 +94,8 @@ class AdvantageEstimator:
     def _call_function(self, group: Group) -> list[Any]:
         """Call the function; it must return one entry per agent."""
         try:
-            advantages = list(self.function(group, **self.options))
+            values = self.function(group, **self.options)
+            advantages = [value.tolist() if hasattr(value, "tolist") else value for value in values]
         except GroupTooSmallError:
             raise
         except Exception as error:
@@ -143,13 +128,13 @@ class AdvantageEstimator:
 
 
 def _is_finite_number(number: Any) -> bool:
-    return not isinstance(number, bool) and isinstance(number, int | float) and math.isfinite(number)
+    return not isinstance(number, bool) and isinstance(number, Real) and math.isfinite(number)
 
 
 def make_advantage_estimator(
     name: str, options: Mapping[str, Any], user_function: Callable[..., Any] | None = None
 ) -> AdvantageEstimator:
-    """Make the estimator that `credit.advantage` names, if it is not one of `REWARD_ESTIMATORS`.
+    """Make the estimator that `credit.advantage` names, if it is not built in.
 
     Args:
         name: name of the estimator.
@@ -159,9 +144,7 @@ def make_advantage_estimator(
     Raises:
         ConfigError: there is no such estimator, or its options do not fit.
     """
-    function = GROUP_ESTIMATORS.get(name) or user_function
-    if function is None:
-        function = find_function("advantage", name, key="credit.advantage")[1]
-    mark = ADVANTAGES.get(name) or declaration_of(function)
+    function = user_function or find_function("advantage", name, key="credit.advantage")[1]
     check_options(function, options, "credit.advantage")
+    mark = declaration_of(function)
     return AdvantageEstimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)

@@ -49,9 +49,6 @@ class Piece(NamedTuple):
     """w: 1 for the first piece of a tree; after a call with n branches, that of the piece before, divided by n + 1."""
     leaves: int
     """Number of episodes that end below the piece."""
-    probe_value: float | None = None
-    """Mean reward of the probes started where the piece begins (`ctx.branch(n, probe=True)`); None if there are
-    none."""
 
     @property
     def advantage(self) -> float:
@@ -79,7 +76,8 @@ class Group:
     turn_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Part of each reward that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[tuple[str, float], ...], ...] = ()
-    """Named rewards of each agent, as (name, reward) pairs before weights; empty if an agent has none."""
+    """Sum of each agent's rewards under each name, as (name, reward) pairs before weights; empty for an agent whose
+    rewards have no name and weight 1."""
     turn_states: tuple[tuple[bytes, ...], ...] = ()
     """Hashes of the anchor states of each agent's turns, in order; equal if the environment's states were (`state` of
     `Agent.act`, else the new messages). Empty over a step, and for an agent that was played while `credit.advantage`
@@ -90,8 +88,7 @@ class Group:
     """Copy of `credit.reward_weights`; a name that is absent has weight 1."""
     pieces: tuple[tuple[Piece, ...], ...] = ()
     """Pieces of each agent, in the order of its turns. A main episode has its first piece and one more after each call
-    of `ctx.branch`; a branch has one. A call for probes adds a piece only after a further turn. Empty unless the
-    estimator is marked with `over="tree"`."""
+    of `ctx.branch`; a branch has one. Empty unless the estimator is marked with `over="tree"`."""
     groups: tuple[str, ...] = ()
     """Id of each agent's group; all the same unless the estimator compares a step."""
     policy: str = ""
@@ -119,9 +116,8 @@ class Group:
             >>> Group(rewards=(1.5, 0.5), episodes=("a", "b"), named_rewards=given).by_name()
             {'format': (0.5, 0.0), 'reward': (0.0, 0.5), 'right': (1.0, 0.0)}
         """
-        weight = self.weights.get(REWARD, 1.0)  # the unnamed reward is already included in `rewards`
         by_agent = [
-            dict(named) or {REWARD: reward / weight if weight else 0.0}
+            dict(named) or {REWARD: reward}
             for named, reward in zip(self.named_rewards or ((),) * len(self.rewards), self.rewards, strict=True)
         ]
         names = sorted({name for rewards in by_agent for name in rewards})
@@ -133,12 +129,3 @@ def nothing_to_compare(rewards: Sequence[float], episodes: Sequence[Hashable]) -
     errors.
     """
     return len(set(episodes)) < 2 or min(rewards) == max(rewards)
-
-
-def standardised(values: list[float], *, epsilon: float = 1e-8, correction: int = 0) -> list[float]:
-    """Return (v - mean) / (std + epsilon), with std by n - `correction`; 0 if all values are equal."""
-    if min(values) == max(values):
-        return [0.0] * len(values)
-    mean = math.fsum(values) / len(values)
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - correction))
-    return [(value - mean) / (std + epsilon) for value in values]

@@ -9,7 +9,7 @@ This is unbiased, because a member's comparison set depends only on the others, 
 early member is compared with the other m - 1 of the first m, which are the first m - 1 of the others; a late one with
 the first m - 1 of all. Its baseline is therefore independent of its own samples, and E[score · baseline] = 0. Comparing
 a late member with all m would break this: its baseline would then depend on how long it took
-(docs/explanation/scheduling.md).
+(docs/explanation/off_policy.md).
 
 Invariant: a member is released once.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from agentrl.core import ids
@@ -33,13 +32,12 @@ from agentrl.core.records import (
     TrajectoryCredit,
     TrajectoryHeader,
 )
-from agentrl.credit.advantages.group_baselines import leave_one_out, no_baseline
 from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group, Piece
+from agentrl.credit.group_baselines import leave_one_out, no_baseline
 from agentrl.credit.to_go import advantages_to_go
-from agentrl.credit.trees import AgentKey, Probed, tree_credits
-from agentrl.journal.past_run import PastRun, Resumable
+from agentrl.credit.trees import AgentKey, tree_credits
 
 E = TypeVar("E", bound=Hashable)
 
@@ -54,7 +52,7 @@ class OpenGroup:
 
     running: int
     size: int = 0
-    """Number of members to be sampled; after a resume fewer may be left. 0 until the first is admitted."""
+    """Number of members to be sampled; 0 until the first is admitted."""
     task: str | None = None
     """Id of the root episode's task."""
     main: EpisodeSpec | None = None
@@ -66,6 +64,8 @@ class OpenGroup:
     earlier: tuple[RoleMeanAtAdmission, ...] = ()
     """Mean rewards of the group's policies in earlier groups, when the group was admitted."""
     frozen: FrozenGroupBaselines | None = None
+    is_settled: bool = False
+    """Whether all its units were trained or dropped by an earlier process of the run: no credit is needed."""
     branches: dict[str, ForkPoint] = field(default_factory=dict)
     """Calls that started members of the group as branches of other members, by the branch's id."""
     squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class OpenGroup:
         return released
 
 
-class GroupReleasePolicy(Resumable, Protocol):
+class GroupReleasePolicy(Protocol):
     """Decides when members of a group are released to the trainer, and with which credits."""
 
     compares: bool
@@ -119,18 +119,13 @@ class _RootTasks:
     """The tasks of the root episodes of running episodes."""
 
     def __init__(self) -> None:
-        self._ended: Mapping[str, str] = {}
-        """Tasks of root episodes that ended in a previous attempt of the run, for their children."""
         self._tasks: dict[str, str | None] = {}
-
-    def restore(self, past: PastRun) -> None:
-        self._ended = past.root_tasks
 
     def record_start(self, spec: EpisodeSpec) -> str | None:
         """Return the id of the task of an episode's root; None if it is unknown."""
         task: str | None = spec.task.id
         if spec.parent_id is not None:
-            task = self._tasks.get(spec.parent_id) or self._ended.get(ids.root_episode_id(spec.episode_id))
+            task = self._tasks.get(spec.parent_id)
         self._tasks[spec.episode_id] = task
         return task
 
@@ -169,11 +164,6 @@ class WholeGroupRelease:
         self._tasks = _RootTasks()
         self.compares = advantage is not no_baseline
 
-    def restore(self, past: PastRun) -> None:
-        if self.history is not None:
-            self._tasks.restore(past)
-            self.history = reward_history_from_journal(past.members(), past.open_groups, past.root_tasks)
-
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Fix the mean rewards of earlier groups when the first member is admitted."""
         if self.history is not None:
@@ -197,7 +187,12 @@ class WholeGroupRelease:
         earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
         credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
         for (policy, seat), found in compared.items():
-            members, probes = _separated(found, group.branches)
+            episodes = {episode_id for episode_id, _ in found}
+            members = [
+                (episode_id, agent)
+                for episode_id, agent in found
+                if episode_id not in group.branches or group.branches[episode_id].episode_id in episodes
+            ]
             if not members:
                 continue
             whole = Group(
@@ -214,16 +209,14 @@ class WholeGroupRelease:
                 environment=spec.environment,
                 history=earlier.get((policy, seat)),
             )
+            group_credits: Sequence[AgentCredit] = ()
             try:
-                if self._over_trees or any(name in group.branches for name, _ in members):
-                    group_credits = self._tree_credits(whole, members, group.branches, probes)
-                else:
-                    group_credits = self._credited(whole)
+                if not group.is_settled:
+                    group_credits = self._credits_of(whole, members, group.branches)
             except GroupTooSmallError:
-                started = group.size + sum(not point.probe for point in group.branches.values())
+                started = group.size + len(group.branches)
                 if len(set(whole.episodes)) >= started:
                     raise  # nothing was lost, so every such group would be too small
-                group_credits = ()
             for (episode_id, t), credited in zip(members, group_credits, strict=bool(group_credits)):
                 credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
                 credits[episode_id, t.seat, t.index] = credit
@@ -233,14 +226,21 @@ class WholeGroupRelease:
                 self.history.add(group.task, [RewardInRole(role, main.reward or 0.0) for main in mains])
         return group.release_ended(), credits
 
+    def _credits_of(
+        self, whole: Group, members: Sequence[tuple[str, TrajectoryHeader]], branches: Mapping[str, ForkPoint]
+    ) -> Sequence[AgentCredit]:
+        """Compute the advantage of each agent of a group, from its trees if it has any."""
+        if self._over_trees or any(name in branches for name, _ in members):
+            return self._tree_credits(whole, members, branches)
+        return self._credited(whole)
+
     def _tree_credits(
         self,
         whole: Group,
         members: Sequence[tuple[str, TrajectoryHeader]],
         branches: Mapping[str, ForkPoint],
-        probes: Mapping[AgentKey, Probed],
     ) -> Sequence[AgentCredit]:
-        """Compute the advantage of each agent of a group from its trees. Built-in estimators ignore probes."""
+        """Compute the advantage of each agent of a group from its trees."""
         agents: list[AgentKey] = [(episode_id, member.seat, member.index) for episode_id, member in members]
         turn_rewards = whole.turn_rewards if self._to_go else ()
         estimator = self._advantage
@@ -251,7 +251,7 @@ class WholeGroupRelease:
         def rule(rewards: Sequence[float], pieces: Sequence[Sequence[Piece]]) -> list[list[float]]:
             return estimator.of_trees(replace(whole, rewards=tuple(rewards), pieces=tuple(map(tuple, pieces))))
 
-        return tree_credits(leave_one_out, whole.rewards, agents, branches, turn_rewards, rule, probes)
+        return tree_credits(leave_one_out, whole.rewards, agents, branches, turn_rewards, rule)
 
     def _credited(self, group: Group) -> Sequence[AgentCredit]:
         """Compute the advantage of each agent of a group."""
@@ -263,22 +263,6 @@ class WholeGroupRelease:
             by_turn = advantages_to_go(self._advantage, group.rewards, group.turn_rewards, group.episodes)
         advantages = self._advantage(group.rewards, group.episodes)
         return [AgentCredit(*advantage, turns) for advantage, turns in zip(advantages, by_turn, strict=True)]
-
-
-def _separated(
-    rewarded: Sequence[tuple[str, TrajectoryHeader]], branches: Mapping[str, ForkPoint]
-) -> tuple[list[tuple[str, TrajectoryHeader]], dict[AgentKey, Probed]]:
-    """Separate the agents that are compared from those of probes; branches without a rewarded main are neither."""
-    members: list[tuple[str, TrajectoryHeader]] = []
-    probes: dict[AgentKey, Probed] = {}
-    episodes = {episode_id for episode_id, _ in rewarded}
-    for episode_id, agent in rewarded:
-        point = branches.get(episode_id)
-        if point is None or (point.episode_id in episodes and not point.probe):
-            members.append((episode_id, agent))
-        elif point.episode_id in episodes:
-            probes[episode_id, agent.seat, agent.index] = Probed(agent.reward or 0.0, agent.turn_rewards)
-    return members, probes
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,16 +312,9 @@ class FirstFinishersRelease:
         self._rule = rule
         self.history = RewardHistory()
         self._freeze = freeze
-        self._frozen: dict[str, FrozenGroupBaselines] = {}
-        """Baseline sets that a previous attempt of the run fixed, by group."""
         self.compares = compares
         self._to_go = to_go
         self._tasks = _RootTasks()
-
-    def restore(self, past: PastRun) -> None:
-        self._tasks.restore(past)
-        self._frozen = dict(past.baselines)
-        self.history = reward_history_from_journal(past.members(), past.open_groups, past.root_tasks)
 
     def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
         """Fix the mean rewards of earlier groups when the first member is admitted."""
@@ -345,7 +322,6 @@ class FirstFinishersRelease:
         if group.size:
             return
         group.task = task
-        group.frozen = self._frozen.pop(spec.group_id, None)
         group.earlier = _earlier_means(self.history, spec, task, self._trainable)
 
     def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
@@ -354,7 +330,11 @@ class FirstFinishersRelease:
         if group.running and len(group.headers) < self._rule.waited_for(group.size):
             return (), {}
         committed = {header.episode_id: header for header in group.committed}
-        if group.frozen is None and (len(committed) >= self._rule.waited_for(group.size) or not group.running):
+        if (
+            group.frozen is None
+            and not group.is_settled
+            and (len(committed) >= self._rule.waited_for(group.size) or not group.running)
+        ):
             group.frozen = FrozenGroupBaselines(
                 spec.group_id, tuple(committed)[: self._rule.waited_for(group.size)], group.earlier
             )
@@ -362,6 +342,8 @@ class FirstFinishersRelease:
         if not group.running:
             in_order = (committed[name] for name in sorted(committed, key=ids.episode_sort_key))
             self.history.add(group.task, self._rewarded(spec.environment, in_order))
+        if group.is_settled:
+            return group.release_ended(), {}
         if group.frozen is None or not committed.keys() >= set(group.frozen.finishers):
             return (), {}
         released = group.release_ended()
@@ -487,37 +469,3 @@ def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[
         for trajectory in header.trajectories
         if trajectory.policy in policies and trajectory.reward is not None
     )
-
-
-def reward_history_from_journal(
-    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]],
-    open_groups: Collection[str],
-    root_tasks: Mapping[str, str] = MappingProxyType({}),
-) -> RewardHistory:
-    """Fold the mean rewards of earlier groups from a journal.
-
-    Args:
-        members: every committed training episode, in order of commit.
-        open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
-        root_tasks: tasks of root episodes that are not committed yet.
-    """
-    tasks = dict(root_tasks)
-    groups: dict[str, list[tuple[str, RewardInRole]]] = {}
-    parents: dict[str, str] = {}
-    for spec, header in members:
-        tasks[spec.episode_id] = spec.task.id
-        if spec.group_id in open_groups:
-            continue
-        # Removing and adding again keeps groups in the order in which they ended.
-        rewards = groups.pop(spec.group_id, [])
-        policies = set() if spec.branched_from else {trajectory.policy for trajectory in header.trajectories}
-        for trajectory in rewarded_trajectories(header, policies):
-            role = SeatRole(trajectory.policy, spec.environment, trajectory.seat)
-            rewards.append((spec.episode_id, RewardInRole(role, trajectory.reward or 0.0)))
-        groups[spec.group_id] = rewards
-        parents[spec.group_id] = ids.root_episode_id(spec.episode_id)
-    history = RewardHistory()
-    for group_id, rewards in groups.items():
-        rewards.sort(key=lambda member: ids.episode_sort_key(member[0]))  # as `record_end` adds them
-        history.add(tasks.get(parents[group_id]), [reward for _, reward in rewards])
-    return history

@@ -4,7 +4,7 @@ Owns which trajectories of an episode belong to a unit, and the advantage of eac
 units (computed from headers, on the control path), reading the journal, or packing. Needs numpy and no torch, so that a
 step's inputs can be rebuilt on machines that cannot train.
 
-Invariants: a token whose kept set is missing is not trained, nor one beyond `max_lag` if the policy masks those; every
+Invariants: a token whose kept set is missing is not trained, nor one beyond `max_lag`; every
 other sampled token is, once: a row whose prefix was routed twice becomes a sample per routing, each with the tokens
 sampled under it.
 """
@@ -19,15 +19,15 @@ import msgspec
 import numpy as np
 
 from agentrl.core.errors import EntriesError, UntrainableUnitsError
-from agentrl.core.records import Trajectory, TrajectoryCredit, Unit
+from agentrl.core.records import NEVER_RESUMED, Trajectory, TrajectoryCredit, Unit
 from agentrl.core.tokens import TrainingSample, TrajectoryRow
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from agentrl.core.records import PolicyVersion
+    from agentrl.core.records import Lines, PolicyVersion
 
-INPUT_DIGEST_PREFIX = "2:"
+INPUT_DIGEST_PREFIX = "3:"
 """Begins the digests of steps that cover all inputs; earlier ones, without it, covered four columns."""
 
 ReadUnits = Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]
@@ -48,7 +48,6 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
     Raises:
         EntriesError: the journal lacks a trajectory the unit has a credit for.
     """
-    first = 0
     by_agent = {(item.seat, item.index): item for item in trajectories if item.policy == unit.policy}
     result: list[TrainingSample] = []
     row_index = 0
@@ -64,17 +63,7 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
             parts = _samples(row, credit, episode_id=unit.episode_id, row_index=row_index)
             result += (sample for sample in parts if sample.loss_mask.any())
             row_index += 1
-        if unit.is_cut and len(result) > first:
-            # Rows of an external agent interleave, so the last turn need not be in the last row.
-            newest = max(range(first, len(result)), key=lambda place: (_last_turn(result[place]), place))
-            result[newest] = msgspec.structs.replace(result[newest], is_cut=True)
-        first = len(result)
     return result
-
-
-def _last_turn(sample: TrainingSample) -> int:
-    assert sample.turn_index is not None
-    return int(sample.turn_index[sample.loss_mask].max())
 
 
 def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[list[TrainingSample]]:
@@ -119,29 +108,31 @@ def trained_positions(samples: Iterable[TrainingSample]) -> list[NDArray[np.int6
     return [np.flatnonzero(sample.loss_mask[1:]) + 1 for sample in samples]
 
 
-def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int32]:
-    """Return the lag of each token behind `version`, in steps, as int32; -1 for tokens outside the row's spans."""
+def token_lags(sample: TrainingSample, version: PolicyVersion, lines: Lines = NEVER_RESUMED) -> NDArray[np.int32]:
+    """Return the age of each token at `version`, in steps, as int32; -1 for tokens outside the row's spans."""
     lags = np.full(len(sample.token_ids), -1, np.int32)
     for start, stop, version_of_span in sample.spans:
-        steps = max(0, version.step - version_of_span.step)
-        lags[start:stop] = steps if version_of_span.lineage == version.lineage else max(1, steps)
+        lags[start:stop] = lines.age(version_of_span, version)
     return lags
 
 
 def without_stale_tokens(
-    samples: Iterable[TrainingSample], version: PolicyVersion, masks_beyond: int | None
+    samples: Iterable[TrainingSample],
+    version: PolicyVersion,
+    max_lag: int | None,
+    lines: Lines = NEVER_RESUMED,
 ) -> tuple[list[TrainingSample], int]:
-    """Leave out the tokens more than `masks_beyond` steps behind `version`, and rows without others.
+    """Leave out the tokens older than `max_lag` steps at `version`, and rows without others.
 
     Returns:
         The samples, and the number of tokens left out.
     """
-    if masks_beyond is None:
+    if max_lag is None:
         return list(samples), 0
     kept, num_stale = [], 0
     for sample in samples:
         assert sample.loss_mask is not None
-        is_stale = sample.loss_mask & (token_lags(sample, version) > masks_beyond)
+        is_stale = sample.loss_mask & (token_lags(sample, version, lines) > max_lag)
         mask = sample.loss_mask & ~is_stale
         num_stale += int(is_stale.sum())
         if mask.any():
@@ -151,16 +142,16 @@ def without_stale_tokens(
 
 
 def row_digest(sample: TrainingSample) -> bytes:
-    """Return a digest of 16 bytes over a row's inputs to the step: temperature, whether a limit cut it, and the table
-    with all its columns, versions, kept sets and recorded experts. The table has temperatures only if the trained
-    tokens have several: the temperature is then 0."""
+    """Return a digest of 16 bytes over a row's inputs to the step: temperature, and the table with all its columns,
+    versions, kept sets and recorded experts. The table has temperatures only if the trained tokens have several: the
+    temperature is then 0."""
     temperature = 1.0
     if sample.temperatures is not None:
         distinct = np.unique(sample.temperatures[sample.loss_mask])
         temperature = float(distinct[0]) if len(distinct) == 1 else 0.0
         if temperature:
             sample = sample.with_column("temperatures", None)
-    content = msgspec.msgpack.encode((temperature, sample.is_cut, sample.encode()))
+    content = msgspec.msgpack.encode((temperature, sample.encode()))
     return hashlib.blake2b(content, digest_size=16).digest()
 
 

@@ -33,7 +33,7 @@ def advantages_to_go(
         length.
 
     Example:
-        >>> from agentrl.credit.advantages.group_baselines import leave_one_out
+        >>> from agentrl.credit.group_baselines import leave_one_out
         >>> advantages_to_go(leave_one_out, [1.0, 0.0], [[(0, 1.0)], []], ["e0", "e1"])
         [(1.0, 0.0), (-1.0, 0.0)]
     """
@@ -47,7 +47,7 @@ def advantages_to_go(
 
 def rewards_to_go(rewards: Sequence[float], paid: Sequence[float]) -> list[float]:
     """Subtract from each reward what was paid before. The differences are rounded to 12 digits: estimators compare them
-    for equality, and 1.4 - 0.4 is not exactly 1.
+    for equality, and neither 1.4 - 0.4 is exactly 1 nor 0.1 + 0.2 exactly 0.3.
 
     Example:
         >>> rewards_to_go([1.4, 1.0, 0.3], [0.4, 0.0, 0.1 + 0.2])
@@ -58,6 +58,6 @@ def rewards_to_go(rewards: Sequence[float], paid: Sequence[float]) -> list[float
 
 def _difference(reward: float, paid: float) -> float:
     rest = reward - paid
-    if not paid or not math.isfinite(rest):
+    if not math.isfinite(rest):
         return rest
     return 0.0 if abs(rest) <= 1e-12 * max(abs(reward), abs(paid)) else float(f"{rest:.12g}")

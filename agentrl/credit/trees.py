@@ -15,14 +15,6 @@ estimator itself.
 
 TreeRL (arXiv:2506.11902) estimates values at branch points in a related way. A user's estimator marked with
 `over="tree"` replaces A_u.
-
-Resampled episodes (`ctx.resample`) are no part of the tree either, because their turn was chosen in hindsight. They are
-compared with each other: V is R, w is λ/n with the weight λ of the call, and b(u) is the baseline among the n episodes.
-With d(s) the probability that the episode resamples the turn after history s, they add λ times the sum of d(s) ∇V(s)
-(DEEP-GRPO, arXiv:2602.14169, without the failed episode in the baseline).
-
-Probes (`ctx.branch(n, probe=True)`; VinePPO, arXiv:2410.01679) are no part of the tree: they change no V, w or b. A
-call for probes only divides the piece in which it was made. The part behind it has their mean reward as `probe_value`.
 """
 
 from __future__ import annotations
@@ -30,28 +22,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.records import AgentTurns, ForkPoint
+from agentrl.core.records import ForkPoint
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Piece
 from agentrl.credit.to_go import rewards_to_go
 
 AgentKey = tuple[str, str, int]
 """Episode, seat and index of an agent."""
-
-
-class Probed(NamedTuple):
-    """The rewards of a probe's agent."""
-
-    reward: float
-    turn_rewards: Sequence[tuple[int, float]] = ()
-    """Part of `reward` that was given for single turns: (turn, reward)."""
-
-    def to_go(self, turn: int) -> float:
-        """Return the reward without the part for turns before `turn`."""
-        return self.reward - math.fsum(value for number, value in self.turn_rewards if number < turn)
 
 
 TreeRule = Callable[[Sequence[float], Sequence[Sequence[Piece]]], Sequence[Sequence[float]]]
@@ -68,7 +46,6 @@ def tree_pieces(
     rewards: Sequence[float],
     agents: Sequence[AgentKey],
     branches: Mapping[str, ForkPoint],
-    probes: Mapping[AgentKey, float] = MappingProxyType({}),
 ) -> list[list[Piece]]:
     """Compute the pieces of each agent, in the order of their turns.
 
@@ -76,13 +53,11 @@ def tree_pieces(
         advantage: estimator of the baselines among the pieces of a branch point, and among the trees of the group.
         rewards: reward of each agent in one seat.
         agents: the agents.
-        branches: the call that started each branch or probe, by its id. Its main episode must be among the agents'
-            episodes.
-        probes: reward of each agent of a probe; these are not among `agents`.
+        branches: the call that started each branch, by its id. Its main episode must be among the agents' episodes.
 
     Example:
         >>> from agentrl.core.records import AgentTurns
-        >>> from agentrl.credit.advantages.group_baselines import leave_one_out
+        >>> from agentrl.credit.group_baselines import leave_one_out
         >>> point = ForkPoint(journal=".", partition="", episode_id="e0", attempt=0, call_id="r#1", branch=1,
         ...                   turns=(AgentTurns("s", 0, 1),))
         >>> agents = [("e0", "s", 0), ("e0~0.r#1.b1", "s", 0), ("e1", "s", 0)]
@@ -130,79 +105,18 @@ def tree_pieces(
                 first = turns.get(agent[1:], 0) if agent[0] == main else 0
                 parent_value = math.fsum(same_agent[agent[1:]]) / len(same_agent[agent[1:]])
                 pieces[agent].append(Piece(first, at_point[agent], parent_value, baseline, weight, below[agent]))
-    for siblings in _resampled(by_episode, branches):
-        weight = branches[siblings[0][0]].resample_weight / len({episode for episode, _, _ in siblings})
-        mean = math.fsum(values[agent] for agent in siblings) / len(siblings)
-        for agent, (_, baseline) in _compared(advantage, siblings, values).items():
-            pieces[agent].append(Piece(0, values[agent], mean, baseline, weight, 1))
-    _add_probes(pieces, by_episode, points, branches, probes)
     return [pieces[agent] for agent in agents]
 
 
 def _branch_points(
     by_episode: Mapping[str, Sequence[AgentKey]], branches: Mapping[str, ForkPoint]
 ) -> defaultdict[str, defaultdict[str, list[str]]]:
-    """Return the branches, keyed by main episode and call; resampled episodes are not among them."""
+    """Return the branches, keyed by main episode and call."""
     points: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for episode, point in branches.items():
-        if episode in by_episode and not point.resample_weight:
+        if episode in by_episode:
             points[point.episode_id][point.call_id].append(episode)
     return points
-
-
-def _resampled(by_episode: Mapping[str, Sequence[AgentKey]], branches: Mapping[str, ForkPoint]) -> list[list[AgentKey]]:
-    """Return the agents of resampled episodes, those of a turn together."""
-    turns: dict[tuple[str, str], list[AgentKey]] = defaultdict(list)
-    for episode, agents in by_episode.items():
-        point = branches.get(episode)
-        if point is not None and point.resample_weight:
-            turns[point.episode_id, point.call_id] += agents
-    return list(turns.values())
-
-
-def _add_probes(
-    pieces: Mapping[AgentKey, list[Piece]],
-    by_episode: Mapping[str, Sequence[AgentKey]],
-    points: Mapping[str, Mapping[str, Sequence[str]]],
-    branches: Mapping[str, ForkPoint],
-    probes: Mapping[AgentKey, float],
-) -> None:
-    """Add the values of probes to the pieces of their trees, and divide the pieces in which they were started.
-
-    Args:
-        pieces: pieces of each agent, which are changed.
-        by_episode: agents of each episode.
-        points: branches, keyed by main episode and call.
-        branches: see `tree_pieces`.
-        probes: see `tree_pieces`.
-    """
-    calls: dict[tuple[str, str], dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
-    states: dict[tuple[str, str], tuple[AgentTurns, ...]] = {}
-    for (episode, seat, index), reward in probes.items():
-        point = branches[episode]
-        calls[point.episode_id, point.call_id][seat, index].append(reward)
-        states[point.episode_id, point.call_id] = point.turns
-    for main, call_id in sorted(calls, key=lambda call: ids.episode_sort_key(call[1])):
-        state = states[main, call_id]
-        turns = {(seat, index): count for seat, index, count in state}
-        means = {agent: math.fsum(rewards) / len(rewards) for agent, rewards in calls[main, call_id].items()}
-        for agent in by_episode[main]:
-            if agent[1:] in means:
-                _begin_piece(pieces[agent], turns.get(agent[1:], 0), means[agent[1:]])
-        for branch_call, episodes in points[main].items():
-            is_later = ids.episode_sort_key(branch_call) > ids.episode_sort_key(call_id)
-            for episode in episodes if is_later and branches[episodes[0]].turns == state else ():
-                for agent in by_episode[episode]:
-                    pieces[agent][0] = pieces[agent][0]._replace(probe_value=means.get(agent[1:]))
-
-
-def _begin_piece(pieces: list[Piece], first: int, probe_value: float) -> None:
-    """Give the piece that begins with a turn the value of probes; begin one there if none does."""
-    at = max(number for number, piece in enumerate(pieces) if piece.first <= first)
-    begins_here = pieces[at].first == first
-    pieces.insert(at + 1, pieces[at]._replace(first=first, probe_value=probe_value))
-    if begins_here:
-        del pieces[at]
 
 
 def tree_credits(
@@ -212,7 +126,6 @@ def tree_credits(
     branches: Mapping[str, ForkPoint],
     turn_rewards: Sequence[Sequence[tuple[int, float]]] = (),
     rule: TreeRule = built_in_rule,
-    probes: Mapping[AgentKey, Probed] = MappingProxyType({}),
 ) -> list[AgentCredit]:
     """Return the credit of each agent; see `tree_pieces`.
 
@@ -224,12 +137,10 @@ def tree_credits(
         turn_rewards: rewards for single turns of each agent, as (turn, reward), if a turn is credited with the rewards
             to go alone (`to_go.advantages_to_go`); empty: with R.
         rule: gives A_u of every piece; with rewards to go it is called once per turn.
-        probes: rewards of each agent of a probe; these are not among `agents`.
     """
 
-    def of_rewards(rewards: Sequence[float], turn: int = 0) -> list[list[_Credited]]:
-        probed = {agent: rewarded.to_go(turn) for agent, rewarded in probes.items()}
-        pieces = tree_pieces(advantage, rewards, agents, branches, probed)
+    def of_rewards(rewards: Sequence[float]) -> list[list[_Credited]]:
+        pieces = tree_pieces(advantage, rewards, agents, branches)
         return [list(zip(own, given, strict=True)) for own, given in zip(pieces, rule(rewards, pieces), strict=True)]
 
     whole = of_rewards(rewards)
@@ -238,7 +149,7 @@ def tree_credits(
     if paid:
         for now in range(max(paid, *(piece.first for pieces in whole for piece, _ in pieces)) + 1):
             before = [math.fsum(value for turn, value in own if turn < now) for own in turn_rewards]
-            at_turn.append(of_rewards(rewards_to_go(rewards, before), now))
+            at_turn.append(of_rewards(rewards_to_go(rewards, before)))
     credits = []
     for number, pieces in enumerate(whole):
         if paid:

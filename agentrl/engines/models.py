@@ -29,8 +29,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     DynamicCache,
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -47,14 +45,13 @@ from agentrl.core.files import (
     check_model_directory,
     read_safetensors_header,
 )
-from agentrl.core.model_layers import SELECTED_KEYS, WITHOUT_INITIAL_STATE, check_slot_layers
-from agentrl.core.quantization import CONFIG_KEYS, check_quantization, read_quantization
+from agentrl.core.model_layers import SELECTED_KEYS, check_slot_layers
+from agentrl.core.quantization import CONFIG_KEYS, check_quantization
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.stored_tensors import (
     FLOAT_DTYPES,
     QUANTIZATION_SUFFIXES,
     WEIGHTS_INDEX,
-    checkpoint_tensors,
     weight_files,
 )
 
@@ -114,11 +111,6 @@ _LOAD_ERRORS = (
     StrictDataclassError,
 )
 """Errors that transformers raises for a damaged directory, or an invalid configuration."""
-_REWARD_MODELS: dict[str, Any] = {
-    "ForSequenceClassification": AutoModelForSequenceClassification,
-    "ForTokenClassification": AutoModelForTokenClassification,
-}
-"""Kinds of reward models, by the end of their architecture's name."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -192,7 +184,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _read_config(path: str | Path) -> PretrainedConfig:
     """Read the configuration of a checkpoint, without what its training asked of a forward pass, such as router logits
-    for an auxiliary loss, and without its quantization: weights are dequantized when they are read.
+    for an auxiliary loss, and without its quantization: vLLM may serve a quantized checkpoint.
 
     Raises:
         ModelError: the text model can only be used alone.
@@ -324,14 +316,13 @@ def _load_weights(
         "output_loading_info": True,
     }
     model: PreTrainedModel
-    if weights is None and not read_quantization(path):
+    if weights is None:
         model, report = auto_class.from_pretrained(path, config=config, **options)
         return model, report
     with torch.device("meta"):
         shapes = auto_class.from_config(config, trust_remote_code=False)
-    tensors = checkpoint_tensors(path, dtype) if weights is None else weights
     load: Any = type(shapes).from_pretrained
-    model, report = load(None, config=shapes.config, state_dict=tensors, **options)
+    model, report = load(None, config=shapes.config, state_dict=weights, **options)
     model.name_or_path = str(path)
     return model, report
 
@@ -340,47 +331,6 @@ def language_model_class(config: PretrainedConfig) -> Any:
     """Return the auto class of the model that a checkpoint is released as: for images and text, the whole model, of
     which agentrl calls the text part. Its tensors and adapters then have the names that other programs read."""
     return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else AutoModelForCausalLM
-
-
-def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Read a local Hugging Face directory of a sequence or token classification model, head included.
-
-    Raises:
-        ModelError: the directory holds no such model, it needs code of its own, or weights are missing or damaged.
-            transformers only warns of a missing head, and initializes it randomly.
-    """
-    _check_directory(path)
-    check_quantization(Path(path))
-    try:
-        config = _read_config(path)
-        names = [str(name) for name in config.architectures or ()]
-        kind = next((name for name in names if name.endswith(tuple(_REWARD_MODELS))), None)
-        if getattr(config, "auto_map", None):
-            raise ModelError(
-                f"{path}: config.json names code of the checkpoint's own (auto_map), which agentrl never runs. Use a "
-                "reward model of an architecture that transformers has"
-            )
-        if kind is None:
-            raise ModelError(
-                f"{path}: config.json says architectures = {names!a}; that of a reward model ends in "
-                f"{' or '.join(_REWARD_MODELS)}"
-            )
-        auto_class = next(auto for name, auto in _REWARD_MODELS.items() if kind.endswith(name))
-        with ONE_LOAD_AT_A_TIME:
-            model, report = _load_weights(auto_class, Path(path), config, dtype)
-    except _LOAD_ERRORS as error:
-        raise ModelError(f"{path}: cannot be loaded as a reward model ({type(error).__name__}: {error})") from error
-    if head := [name for name in report["missing_keys"] if name.startswith(("score.", "classifier."))]:
-        raise ModelError(
-            f"{path}: the checkpoint lacks the head of the reward model ({quote_first_names(head)}), so its scores "
-            "would be random. Give the directory of a trained reward model"
-        )
-    _check_report(path, report)
-    module: nn.Module = model
-    module.requires_grad_(False).train(False)
-    keep_cap_of_scores(model)
-    fix_rotary_positions(model, getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 15)
-    return model
 
 
 def native_attention(model: PreTrainedModel) -> str:
@@ -624,9 +574,10 @@ def layer_states(model: PreTrainedModel) -> list[tuple[int, str, int, Tensor]]:
     ]
 
 
-def lacks_initial_state(config: PretrainedConfig) -> bool:
-    """Whether a model has recurrent layers that cannot compute several tokens from a state."""
-    return config.get_text_config().model_type in WITHOUT_INITIAL_STATE
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    """Whether some layers mix tokens through a state, or through the window of a convolution."""
+    takes_state = any("cache_params" in signature(module.forward).parameters for module in model.modules())
+    return takes_state or num_layers_with_state(model.config) > 0
 
 
 def num_layers_with_state(config: PretrainedConfig) -> int:
@@ -662,34 +613,6 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype: Any = config.dtype or text.dtype or torch.float32
     return int(2 * heads * size * num_layers * dtype.itemsize)
-
-
-def key_value_heads(path: str | Path) -> set[int]:
-    """Return the numbers of key-value heads of a model's attention layers.
-
-    Raises:
-        ModelError: the directory has no configuration of a known architecture.
-    """
-    try:
-        text = _read_config(path).get_text_config()
-    except _LOAD_ERRORS as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
-    numbers = {value for name, value in text.to_dict().items() if name.endswith("num_key_value_heads") and value}
-    return numbers or {text.num_attention_heads}
-
-
-def reward_model_kv_bytes(path: str | Path) -> int:
-    """Return the bytes of KV per token of a reward model.
-
-    Raises:
-        ModelError: the directory holds no model.
-    """
-    _check_directory(path)
-    try:
-        return kv_bytes_per_token(_read_config(path))
-    except _LOAD_ERRORS as error:
-        raise ModelError(f"{path}: config.json describes no reward model ({type(error).__name__}: {error})") from error
 
 
 def configured_integers(config: PretrainedConfig) -> dict[str, int]:
@@ -747,7 +670,7 @@ def check_lengths(
     longest = max(named | others)
     lengths: list[int] = []
     for spacing in (1.15, 1.3, 1.6, 2.0):
-        lengths, last = [], _SHORTEST_CHECK
+        lengths, last = [], 7  # up to which the short contexts of each check suffice
         for length in sorted(named | others):
             if length in named or length > last * spacing:
                 lengths.append(length)
@@ -766,8 +689,6 @@ def check_cost(lengths: Sequence[int]) -> int:
     return sum(lengths) + _ROW_COST * len(lengths)
 
 
-_SHORTEST_CHECK = 7
-"""Length up to which the short contexts of each check suffice."""
 _ROW_COST = 32
 """Tokens that take as long as the conversion of weights to float32, for each row."""
 _CHECK_OPERATIONS = {"cpu": 1e11, "cuda": 1e14}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import os
 import re
@@ -51,7 +50,6 @@ MAKE_ROOM = (
     "make room there; a process that finds less than 1 GiB and the size of its full weights free in /dev/shm has its "
     "files under TMPDIR"
 )
-_PR_SET_PDEATHSIG = 1
 _LOG_TAIL = 1 << 16
 """Bytes at the end of a log that are searched for an error."""
 _ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception)(?:: .*\S|$)")
@@ -551,14 +549,3 @@ class Supervisor:
         if self._failure is None:
             self._failure = error
         self._serving.set()
-
-
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the thread that started it dies, or at once if `parent` is already
-    dead. SIGUSR1, which Slurm sends to every process of a job step as a warning, does not end it before.
-    """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -107,12 +107,6 @@ class LogprobsRequest(rpc.WireMessage, frozen=True):
     top: int
 
 
-class WeightTransferEnded(rpc.WireMessage, frozen=True):
-    """Reply to `WeightsRequest`: nothing more will be sent, because everything was sent or no trainer sends it."""
-
-    number: int
-
-
 Request = (
     LoadEngineRequest
     | OpenSessionRequest
@@ -125,7 +119,6 @@ Request = (
     | ServeVersionsRequest
     | WeightChunk
     | LogprobsRequest
-    | WeightTransferEnded
 )
 
 
@@ -135,8 +128,6 @@ class EngineLoadedReply(rpc.Reply, frozen=True):
 
     capabilities: EngineCapabilities
     address: str
-    receives_weights: bool = False
-    """Whether it requests full weights (`WeightsRequest`): then only the header of their file is sent first."""
 
 
 class CompletionReply(rpc.Reply, frozen=True):
@@ -175,17 +166,6 @@ class BusyHeartbeat(rpc.WireMessage, frozen=True):
     seconds: float
 
 
-class WeightsRequest(rpc.WireMessage, frozen=True):
-    """Request of the engine: it accepts full weights of a version from a trainer. Only `WeightTransferEnded` answers
-    it, if anything does."""
-
-    number: int
-    version: PolicyVersion
-    address: str
-    """Path of a Unix socket, or a `core.network.Address`; "": no trainer sends them, and the owner sends the rest of
-    the file."""
-
-
 Reply = (
     EngineLoadedReply
     | CompletionReply
@@ -195,7 +175,6 @@ Reply = (
     | rpc.ErrorReply
     | NewTokens
     | BusyHeartbeat
-    | WeightsRequest
 )
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -67,8 +67,6 @@ class Replica:
     why: str = ""
     """Reason for the fence."""
     is_lost: bool = False
-    has_joined: bool = True
-    """Whether the replica has served the requested versions once."""
     failure: EngineError | None = None
     """Error with which the replica failed for good."""
 
@@ -91,12 +89,10 @@ class Fleet:
     def __init__(
         self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None, first_number: int = 0
     ) -> None:
-        self.on_growth: Callable[[], None] = lambda: None
-        """Called when a replica that was added has changed the capabilities."""
         self.versions = VersionRow()
         """Versions that the run wants, and versions that at least one replica serves."""
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines, first_number)]
-        self._combine()
+        self.capabilities = _combine_replicas([engine.capabilities for engine in engines])
         self._refused: dict[PolicyVersion, EngineError] = {}
         """Versions that were withdrawn from the request because no replica accepts them, until they are requested
         again."""
@@ -108,28 +104,11 @@ class Fleet:
         self._reminder_task: asyncio.Task[None] | None = None
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
-        self._busy_before = 0.0
-        """Seconds that replicas which joined have not computed, and which count nevertheless."""
 
     @property
     def engines(self) -> list[Engine]:
         """The replicas."""
         return [replica.engine for replica in self._replicas]
-
-    def add(self, engine: Engine, number: int) -> None:
-        """Use one more replica, of equal capabilities, once it serves the requested versions."""
-        replica = Replica(number, engine, is_fenced=True, why="it starts", has_joined=False)
-        busy = self.busy_seconds()
-        self._replicas.append(replica)
-        self._busy_before += busy - self.busy_seconds()
-        if isinstance(engine, AddressableEngine):
-            engine.on_move(self._moved)
-        self._follow(replica)
-
-    def _combine(self) -> None:
-        engines = [replica.engine for replica in self._replicas if replica.has_joined]
-        self.capabilities = _combine_replicas([engine.capabilities for engine in engines])
-        self.on_growth()
 
     def statuses(self) -> list[ProcessStatus]:
         return [
@@ -179,7 +158,8 @@ class Fleet:
 
     async def _available(self) -> list[Replica]:
         while not (available := [replica for replica in self._live_replicas() if not replica.is_fenced]):
-            if not any(replica.follow_task and not replica.follow_task.done() for replica in self._replicas):
+            is_undecided = bool(self.versions.new())  # a refusal is about to be withdrawn
+            if not (is_undecided or any(one.follow_task and not one.follow_task.done() for one in self._replicas)):
                 raise self._all_replicas_lost()
             await self._change()
         return available
@@ -343,9 +323,9 @@ class Fleet:
         behind_replicas = [replica for replica in replicas if self._is_behind(replica)]
         if len(behind_replicas) < len(replicas):
             return True
-        refusing_replicas = [replica for replica in behind_replicas if replica.refusal is not None]
-        for replica in refusing_replicas:
-            if replica.refusal is not None and (not replica.is_fenced or len(refusing_replicas) == len(replicas)):
+        is_unanimous = all(replica.refusal for replica in behind_replicas)
+        for replica in behind_replicas:
+            if replica.refusal is not None and (is_unanimous or not replica.is_fenced):
                 raise replica.refusal
         return False
 
@@ -378,9 +358,6 @@ class Fleet:
             self._changed.set()
         if replica.is_fenced and replica.failure is None and not self._is_behind(replica):
             replica.is_fenced = False
-            if not replica.has_joined:
-                replica.has_joined = True
-                self._combine()
             self._tell(f"engine replica {replica.number} has caught up")
             self._moved()
 
@@ -460,9 +437,8 @@ class Fleet:
                 self.replica_lost(replica, error)
 
     def busy_seconds(self) -> float:
-        """Return the mean of the replicas' seconds in forward passes; a replica that joins does not lower it."""
-        seconds = sum(replica.engine.busy_seconds() for replica in self._replicas)
-        return self._busy_before + seconds / len(self._replicas)
+        """Return the mean of the replicas' seconds in forward passes."""
+        return sum(replica.engine.busy_seconds() for replica in self._replicas) / len(self._replicas)
 
     async def close(self) -> None:
         self._closed = True
@@ -594,7 +570,6 @@ class EngineRouter(SamplerRouter[Fleet]):
     Args:
         engines: replicas by policy; policies of one base model have the same ones. A sequence serves every policy.
         external: policies that no engine of the run serves.
-        reward_models: engines of reward models by name. They have no versions and no part in the capabilities.
         tell: receives a line for the user when a replica falls behind, and when it recovers.
     """
 
@@ -603,7 +578,6 @@ class EngineRouter(SamplerRouter[Fleet]):
         engines: Mapping[str, Sequence[Engine]] | Sequence[Engine],
         *,
         external: Mapping[str, ExternalPolicy] | None = None,
-        reward_models: Mapping[str, Engine] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         fleets: dict[tuple[Engine, ...], Fleet] = {}
@@ -614,8 +588,6 @@ class EngineRouter(SamplerRouter[Fleet]):
                 count += len(replicas)
         self.fleets = tuple(fleets.values())
         """The replicas of each base model."""
-        self.reward_models = dict(reward_models or {})
-        """Engines of reward models, by name."""
         super().__init__(
             {policy: fleets[tuple(replicas)] for policy, replicas in engines.items()}
             if isinstance(engines, Mapping)
@@ -623,22 +595,8 @@ class EngineRouter(SamplerRouter[Fleet]):
             external or {},
             ALL_EXTERNAL,
         )
-        for fleet in self.fleets:
-            fleet.on_growth = self._combine
-        self._combine()
-
-    def _combine(self) -> None:
         if self.fleets:
             self.capabilities = _combine_fleets([fleet.capabilities for fleet in self.fleets])
-
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
-        if policy in self.reward_models:
-            return self.reward_models[policy].open(session_id, policy)
-        return super().open(session_id, policy, pin=pin)
-
-    def add(self, engine: Engine, *, base: int = 0) -> None:
-        """Use one more replica of a base model, of equal capabilities, once it serves the requested versions."""
-        self.fleets[base].add(engine, sum(len(fleet.engines) for fleet in self.fleets))
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         """Serve versions at the engines of their policies; every engine learns which are pinned no longer."""
@@ -672,7 +630,7 @@ class EngineRouter(SamplerRouter[Fleet]):
 
     async def close(self) -> None:
         close_calls = [policy.close() for policy in self._external.values()] + [fleet.close() for fleet in self.fleets]
-        await _all(close_calls + [engine.close() for engine in self.reward_models.values()])
+        await _all(close_calls)
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -3,7 +3,7 @@
 `VersionRow` holds the versions that `Engine.serve` requested of an engine, and those it confirmed. The engines that
 compute in this process use a `VersionTable`, whose subclasses load weights and move calls. A `VersionedSession` holds a
 version from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight.
-`VersionLeases` implements each refresh between two turns. `InProcessEngine` checks every call.
+`VersionTable.resolve` implements each refresh between two turns. `InProcessEngine` checks every call.
 Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
 id never serves two digests; a version that is no longer requested when its turn comes is not loaded.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -149,37 +149,11 @@ class LiveVersion:
 LiveT = TypeVar("LiveT", bound=LiveVersion)
 
 
-class SessionBackend(Protocol):
-    """The engine's interface to its sessions."""
-
-    @property
-    def versions(self) -> Any:
-        """The engine's `VersionTable`."""
-        ...
-
-    @property
-    def kv_budget(self) -> KVBudget:
-        """The engine's KV-cache memory."""
-        ...
-
-    async def generate(self, session: Any, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
-        """Make one call of `session`."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """End a call in flight."""
-        ...
-
-    def session_ended(self, session: Any) -> None:
-        """Release the resources of a session that is closed and has no call in flight."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class VersionedSession(Generic[LiveT]):
     """A conversation with an engine in this process. `open` of the engine makes it."""
 
-    engine: SessionBackend
+    engine: InProcessEngine[LiveT]
     session_id: str
     policy: str
     pin: LiveT | None
@@ -211,7 +185,7 @@ class VersionedSession(Generic[LiveT]):
 
     def hold(self, version: PolicyVersion) -> None:
         if not self.closed:
-            pin: LiveT = self.engine.versions.of_version(version)
+            pin = self.engine.versions.of_version(version)
             pin.pins += 1
             before, self.pin = self.pin, pin
             if before is not None:
@@ -250,96 +224,6 @@ def refresh_mode_needing_adapters(refresh: Refresh | Mapping[str, Refresh]) -> R
     return next((mode for mode in modes if mode in ("episode", "lazy")), None)
 
 
-class VersionLeases(Generic[LiveT]):
-    """Leases of one engine's sessions.
-
-    Args:
-        refresh: when sessions move to newer weights: of all policies, or by policy.
-        max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if absent.
-        current: returns a policy's newest version.
-        on_release: called with a version when a lease or a pin on it has ended.
-    """
-
-    def __init__(
-        self,
-        *,
-        refresh: Refresh | Mapping[str, Refresh],
-        max_staleness: Mapping[str, int],
-        current: Callable[[str], LiveT],
-        on_release: Callable[[LiveT], None],
-    ) -> None:
-        self._refresh = refresh
-        self._max_staleness = max_staleness
-        self._current = current
-        self._on_release = on_release
-        self._holders: set[VersionedSession[LiveT]] = set()
-
-    def refresh_of(self, policy: str) -> Refresh:
-        """Return when sessions of a policy move to newer weights."""
-        return self._refresh if isinstance(self._refresh, str) else self._refresh[policy]
-
-    def resolve(self, session: VersionedSession[LiveT]) -> LiveT:
-        """Return the version for the next call of `session`, by its pin, its lease, or the refresh."""
-        if session.pin is not None:
-            return session.pin
-        current, refresh = self._current(session.policy), self.refresh_of(session.policy)
-        if refresh in ("token", "turn"):
-            return current
-        lease = session.lease
-        if lease is not None and (refresh == "episode" or self._is_fresh(session, lease, current)):
-            return lease
-        self.end_lease(session)
-        session.lease = current
-        current.leases += 1
-        self._holders.add(session)
-        return current
-
-    def _is_fresh(self, session: VersionedSession[LiveT], lease: LiveT, current: LiveT) -> bool:
-        mine, newest = lease.version, current.version
-        bound = self._max_staleness.get(session.policy, 1)
-        return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
-
-    def end_lease(self, session: VersionedSession[LiveT]) -> None:
-        """End the lease of a session, if it has one."""
-        lease = session.lease
-        if lease is not None:
-            session.lease = None
-            lease.leases -= 1
-            self._holders.discard(session)
-            self._on_release(lease)
-
-    def close(self, session: VersionedSession[LiveT]) -> None:
-        """Release the lease and the pin of a closed session."""
-        self.end_lease(session)
-        pin = session.pin
-        if pin is not None:
-            session.pin = None
-            pin.pins -= 1
-            self._on_release(pin)
-
-    def forget(self, version: LiveT) -> None:
-        """End the leases of a version."""
-        for session in [session for session in self._holders if session.lease is version]:
-            self.end_lease(session)
-
-    def revoke(self, live: Collection[LiveT]) -> bool:
-        """End the leases of the oldest version that only idle sessions of a `lazy` policy hold. Returns whether there
-        was one."""
-        idle = [
-            version
-            for version in live
-            if version.leases
-            and self.refresh_of(version.version.policy) == "lazy"
-            and self._current(version.version.policy) is not version
-            and not (version.pinned or version.pins or version.calls)
-        ]
-        if not idle:
-            return False
-        oldest = min(idle, key=lambda version: (version.version.lineage, version.version.step))
-        self.forget(oldest)
-        return True
-
-
 class VersionNotRequestedError(EngineError):
     """The owner dropped a version that was waiting to be loaded."""
 
@@ -359,9 +243,9 @@ class VersionTable(ABC, Generic[LiveT]):
         """Versions that can be sampled from."""
         self.current: dict[str, LiveT] = {}
         """Newest version of each policy."""
-        self.leases: VersionLeases[LiveT] = VersionLeases(
-            refresh=refresh, max_staleness=max_staleness, current=self.of_policy, on_release=self.settle
-        )
+        self._refresh = refresh
+        self._max_staleness = max_staleness
+        self._lease_holders: set[VersionedSession[LiveT]] = set()
         self.held: set[str] = set()
         """Policies whose new calls wait for an update."""
         self.rounding: dict[str, ObservedRounding] = {}
@@ -410,6 +294,73 @@ class VersionTable(ABC, Generic[LiveT]):
         """Return the canaries of the versions that `but` could be mistaken for, by version."""
         rows = (*also, *self.live.values())
         return {row.version: row.canary for row in rows if row is not but and row.canary is not None}
+
+    # --- leases -------------------------------------------------------------------------------------------------------
+
+    def refresh_of(self, policy: str) -> Refresh:
+        """Return when sessions of a policy move to newer weights."""
+        return self._refresh if isinstance(self._refresh, str) else self._refresh[policy]
+
+    def resolve(self, session: VersionedSession[LiveT]) -> LiveT:
+        """Return the version for the next call of `session`, by its pin, its lease, or the refresh."""
+        if session.pin is not None:
+            return session.pin
+        current, refresh = self.of_policy(session.policy), self.refresh_of(session.policy)
+        if refresh in ("token", "turn"):
+            return current
+        lease = session.lease
+        if lease is not None and (refresh == "episode" or self._is_fresh(session, lease, current)):
+            return lease
+        self.end_lease(session)
+        session.lease = current
+        current.leases += 1
+        self._lease_holders.add(session)
+        return current
+
+    def _is_fresh(self, session: VersionedSession[LiveT], lease: LiveT, current: LiveT) -> bool:
+        mine, newest = lease.version, current.version
+        bound = self._max_staleness.get(session.policy, 1)
+        return session.has_kv and mine.lineage == newest.lineage and newest.step - mine.step <= bound
+
+    def end_lease(self, session: VersionedSession[LiveT]) -> None:
+        """End the lease of a session, if it has one."""
+        lease = session.lease
+        if lease is not None:
+            session.lease = None
+            lease.leases -= 1
+            self._lease_holders.discard(session)
+            self.settle(lease)
+
+    def release(self, session: VersionedSession[LiveT]) -> None:
+        """Release the lease and the pin of a closed session."""
+        self.end_lease(session)
+        pin = session.pin
+        if pin is not None:
+            session.pin = None
+            pin.pins -= 1
+            self.settle(pin)
+
+    def forget(self, version: LiveT) -> None:
+        """End the leases of a version."""
+        for session in [session for session in self._lease_holders if session.lease is version]:
+            self.end_lease(session)
+
+    def _revoke(self, live: Collection[LiveT]) -> bool:
+        """End the leases of the oldest version that only idle sessions of a `lazy` policy hold. Returns whether there
+        was one."""
+        idle = [
+            version
+            for version in live
+            if version.leases
+            and self.refresh_of(version.version.policy) == "lazy"
+            and self.of_policy(version.version.policy) is not version
+            and not (version.pinned or version.pins or version.calls)
+        ]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda version: (version.version.lineage, version.version.step))
+        self.forget(oldest)
+        return True
 
     # --- reconciliation -----------------------------------------------------------------------------------------------
 
@@ -474,7 +425,7 @@ class VersionTable(ABC, Generic[LiveT]):
             VersionNotRequestedError: the owner dropped the version.
             EngineError: no slot will ever be free.
         """
-        if self.leases.revoke(adapters):
+        if self._revoke(adapters):
             return
         if all(serving.pinned or self.is_current(serving) for serving in adapters):
             names = ", ".join(sorted(str(serving.version) for serving in adapters))
@@ -529,6 +480,18 @@ class InProcessEngine(ABC, Generic[LiveT]):
         """
         self.versions.of_policy(policy)
         return None if pin is None else self.versions.of_version(pin)
+
+    @abstractmethod
+    async def generate(self, session: Any, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
+        """Make one call of `session`."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """End a call in flight."""
+
+    @abstractmethod
+    def session_ended(self, session: Any) -> None:
+        """Release the resources of a session that is closed and has no call in flight."""
 
     @abstractmethod
     def _check_running(self, operation: str) -> None:

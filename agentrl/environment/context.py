@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.records import REWARD, Message, PolicyVersion, ProposalNovelty, StopReason, Task, Turn
+from agentrl.core.removed import removed_name
 
 if TYPE_CHECKING:
     import random
@@ -71,6 +72,12 @@ class EpisodeContext(ABC):
     task: Task
     limits: EpisodeLimits
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            sentence = removed_name(f"agentrl.EpisodeContext.{name}")
+            raise AttributeError(sentence or f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @abstractmethod
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> Agent:
         """Return agent `index` of `seat`: the same handle at each call. Only the first call declares `tools`."""
@@ -91,17 +98,13 @@ class EpisodeContext(ABC):
         Journaled."""
 
     @abstractmethod
-    async def branch(self, n: int, *, probe: bool = False) -> int:
+    async def branch(self, n: int) -> int:
         """Continue the episode `n` more times from here, each as a further episode of its group.
 
         Returns 0 here, and 1 to `n` in the branches, which recall everything before the call. All turns before the call
         are sampled and trained once. Each branch counts 1/(n + 1) of the episode, so the gradient stays unbiased if the
         decision to branch depends on the past alone. In branches, evaluations, forks and replays the call returns 0 and
         starts nothing.
-
-        With `probe=True` the branches are probes: they estimate the value of the state by Monte Carlo (VinePPO,
-        arXiv:2410.01679) and are never trained. They change no weight, may start before the first turn, and count
-        toward the environment's `probes`. An advantage over trees gets their mean reward as `Piece.probe_value`.
 
         Example:
             class Retry(agentrl.Environment):
@@ -117,60 +120,8 @@ class EpisodeContext(ABC):
 
         Raises:
             EnvironmentDefinitionError: `n` is not a positive whole number.
-            EpisodeError: the episode cannot branch here: more than the environment's `branches` or `probes`, no turn
-                yet, inside `gather`, after `spawn` or `endpoint`, or with a resource that is pinned to its process.
-        """
-
-    @abstractmethod
-    async def resample(self, n: int, *, at: int, weight: float = 1.0) -> None:
-        """Sample the episode `n` more times from turn `at` on, each as a further episode of its group.
-
-        For use when the end is known: a turn of an episode that failed may be worth more attempts (DEEP-GRPO,
-        arXiv:2602.14169). The resampled episodes recall the turns before `at` and run to the end. They are compared
-        with each other only, each with `weight`/`n`, because their turn was chosen in hindsight. This episode's own
-        advantage is unchanged. The expected gradient is that of the reward from the start plus, for every state s
-        before a turn, `weight` times the probability that s is chosen times the gradient of its value V(s). In the
-        resampled episodes, evaluations, forks and replays the call starts nothing.
-
-        Args:
-            n: number of episodes, at least 2. They count toward the environment's `branches`.
-            at: number of the turn, over all agents, from 0; negative: from the end.
-            weight: weight of the `n` episodes together, relative to this one.
-
-        Example:
-            class Pivot(agentrl.Environment):
-                branches = 4
-
-                async def run(self, ctx):
-                    solver = ctx.agent("agent")
-                    for step in range(6):
-                        turn = await solver.act(agentrl.user("Continue."))
-                    score = grade(turn.text)
-                    solver.reward(score)
-                    if score < 0.5:
-                        await ctx.resample(4, at=ctx.rng.randrange(6))
-
-        Raises:
-            EnvironmentDefinitionError: `n` is not a whole number of at least 2, `weight` is not a positive number, or
-                there is no turn `at`.
-            EpisodeError: the turn cannot be sampled again: more than the environment's `branches`, inside `gather`,
-                a turn that was recalled or resampled before, after `spawn` or `endpoint`, or with a resource that is
-                pinned to its process.
-        """
-
-    @abstractmethod
-    async def roulette(self, survival: float) -> bool:
-        """Stop the episode without bias: return True with probability `survival`, else False.
-
-        After True, every later reward weighs 1/`survival`, so that the expected reward stays that of whole episodes
-        (Russian roulette; Kahn 1955). After False, return from `run`: every agent that acted has got a reward of 0, and
-        turns, rewards, scores, branches and child episodes are refused. The probability may depend on the past alone.
-        A seat that learns must have acted before the call if it acts after it. Outside training it returns True, with
-        weight 1.
-
-        Raises:
-            EnvironmentDefinitionError: the environment does not declare `roulette`, `survival` is not above 0 and at
-                most 1, or the call is inside `gather` or `endpoint`.
+            EpisodeError: the episode cannot branch here: more than the environment's `branches`, no turn yet,
+                inside `gather`, after `spawn` or `endpoint`, or with a resource that is pinned to its process.
         """
 
     @abstractmethod
@@ -285,15 +236,13 @@ class EpisodeContext(ABC):
         external: bool,
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
-        at_once: bool = False,
         may_repeat: bool = False,
     ) -> str:
         """Run a tool and journal its observation, for environments with their own tool loop.
 
         `guarantee` applies to external tools; see `effect`. `call` raises `InvalidToolCallError` if the call fits no
-        tool, which counts as a format error. `at_once` begins the call without waiting for other branches, as if all
-        coroutines of a `gather` had begun together: also on re-execution, where calls end in their recorded order.
-        `may_repeat` lets an episode with this `once` call start over, and make it again.
+        tool, which counts as a format error. `may_repeat` lets an episode with this `once` call start over, and make
+        it again.
         """
 
     @abstractmethod

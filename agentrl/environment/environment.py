@@ -55,12 +55,6 @@ class Environment(ABC):
     branches: ClassVar[int] = 0
     """Maximum number of branches that one episode starts (`ctx.branch`), over all its calls. Admission reserves this
     many."""
-    probes: ClassVar[int] = 0
-    """Maximum number of probes that one episode starts (`ctx.branch(n, probe=True)`), over all its calls. They are not
-    trained, so admission reserves none."""
-    roulette: ClassVar[bool] = False
-    """Whether episodes may be stopped by `ctx.roulette`. Estimators and scorers that it would bias are then refused
-    before a run."""
     splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
     truncated_reward: ClassVar[Literal["keep"] | float | None] = "keep"
@@ -157,7 +151,8 @@ class SelectingTaskSource(Protocol):
         ...
 
     def record_result(self, task: Task, rewards: Sequence[float], /) -> None:
-        """Take in the rewards of a group's episodes, each the sum over its agents, in any order."""
+        """Take in the rewards of a group's episodes, each the sum over its agents, in any order; empty if all members
+        failed or got no reward."""
         ...
 
 

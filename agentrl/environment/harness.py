@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import functools
 import inspect
@@ -44,14 +43,15 @@ from agentrl.core.errors import (
     is_user_code,
 )
 from agentrl.core.files import near_file_hint
+from agentrl.core.parent_death import die_with_parent_hook
 from agentrl.core.records import Task, Turn
 from agentrl.core.text import shorten_lines
 from agentrl.environment.context import Aliases, Endpoint, EpisodeContext, LimitReachedError
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.rewards import awaited_reward
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.sandbox.bubblewrap import GATEWAY_PORT
-from agentrl.sandbox.file_tree import FileRecord
+from agentrl.sandbox.driver import GATEWAY_PORT
+from agentrl.sandbox.files import FileRecord
 from agentrl.sandbox.sandbox import Sandbox, as_bytes, open_lease, read_sources
 from agentrl.sandbox.state import hashed_files
 
@@ -95,7 +95,6 @@ _ADDRESS_ERRORS = frozenset(
 )
 """Classes of the exceptions that Python and its HTTP clients raise if a server is missing or refuses a request."""
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
-_PR_SET_PDEATHSIG = 1
 
 
 class _Outcome(NamedTuple):
@@ -640,18 +639,3 @@ def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
                 yield entry
                 if entry.is_dir(follow_symlinks=False):
                     directories.append(entry.path)
-
-
-def die_with_parent_hook() -> Callable[[], None] | None:
-    """Make a function for the child to call before the program starts: the kernel then kills it when this process
-    dies."""
-    if sys.platform != "linux":
-        return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import ctypes
 import os
 import random
 import resource
@@ -26,12 +25,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
 from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
-from agentrl.core.rpc import HEAD_BYTES, encode_frame, read_frame_blocking
+from agentrl.core.parent_death import die_with_parent
+from agentrl.core.rpc import HEAD_BYTES, encode_frame
 from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.registry import load_module, module_of
@@ -41,7 +41,6 @@ _LONGEST_BYTES = 64 << 20
 
 _START_S = 60.0
 """Longest time a process may take to import a module on a busy machine."""
-_PR_SET_PDEATHSIG = 1
 _STATES = ("get_state", "set_state")
 _servers: dict[tuple[int, str], _ServerProcess] = {}
 """Fork servers, keyed by process id and module."""
@@ -326,7 +325,7 @@ def _serve_object(line: socket.socket, module: Any, server: int) -> NoReturn:
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _die_with(server, signal.SIGKILL)
+        die_with_parent(server, signal.SIGKILL)
         os.dup2(line.fileno(), 3)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         _answer_all(socket.socket(fileno=3), module)
@@ -335,7 +334,8 @@ def _serve_object(line: socket.socket, module: Any, server: int) -> NoReturn:
 
 
 def _answer_all(line: socket.socket, module: Any) -> None:
-    name, arguments, seed, memory_bytes = _read(line)
+    reader = line.makefile("rb")
+    name, arguments, seed, memory_bytes = _read(reader)
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     with GlobalRandomState(seed).swapped_in():
@@ -344,7 +344,7 @@ def _answer_all(line: socket.socket, module: Any) -> None:
             factory = getattr(factory, part)
         instance = _answer(line, factory, arguments, keep=True)
         while True:
-            method, arguments = _read(line)
+            method, arguments = _read(reader)
             _answer(line, partial(_call, instance, method), arguments)
 
 
@@ -363,25 +363,16 @@ def _answer(line: socket.socket, function: Any, arguments: list[Any], *, keep: b
     return value
 
 
-def _read(line: socket.socket) -> Any:
+def _read(reader: BinaryIO) -> Any:
     try:
-        return msgspec.msgpack.decode(read_frame_blocking(line))
-    except OSError:  # the client is gone
+        return msgspec.msgpack.decode(reader.read(int.from_bytes(reader.read(HEAD_BYTES), "little")))
+    except (OSError, msgspec.DecodeError):  # the client is gone
         os._exit(0)
-
-
-def _die_with(parent: int, number: int) -> None:
-    """Ask the kernel to send a signal when the parent dies, and handle a parent that has died already."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _serve_requests() -> None:
     """Run the fork server named on the command line, until the other end of its socket is closed."""
-    _die_with(int(sys.argv[3]), signal.SIGTERM)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning to every process of a job step
+    die_with_parent(int(sys.argv[3]), signal.SIGTERM)
     server = _ForkServer(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     try:
         server.serve()

@@ -17,15 +17,13 @@ from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type
 
 _OWN = "agentrl.environment."
 """Prefix of the modules whose classes declare what can be overridden."""
-_FREE = ("tasks", "demonstrate")
-"""Methods that take further parameters by choice, or may be generators."""
 _SETTINGS = {name: f"sampling.{name}, a setting of the run" for name in ("max_turns", "max_tokens", "temperature")}
 _EXAMPLES = {
     "aliases": "{'gpt-4o-mini': 'main'}",
     "command": "['python', '/path/to/agent.py', '{task.question}']",
     "fan_out": "{'Child': 4}",
     "ignored_fields": "('temperature',)",
-    "mcp_servers": "[agentrl.MCPServer(command=['python', '-m', 'server'])]",
+    "mcp_servers": "[agentrl_mcp.MCPServer(command=['python', '-m', 'server'])]",
     "sandbox": "agentrl.Sandbox()",
     "selects": "('image',)",
     "splits": "('train', 'held_out')",
@@ -163,7 +161,7 @@ def _method_problem(name: str, declared: Any, value: Any) -> str:
             inspect.signature(function).bind_partial(*parameters[isinstance(value, staticmethod) :], seed=0)
         except TypeError as error:
             return f".tasks cannot be called as `tasks(split, seed=0)`: {error} ({_place(function)})"
-    if name in _FREE:
+    if name in ("tasks", "demonstrate"):  # they take further parameters by choice, or may be generators
         return ""
     try:
         inspect.signature(function).bind(*parameters[isinstance(value, staticmethod) :])

@@ -31,6 +31,7 @@ from agentrl.core.records import Message, Task
 from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.harness import HarnessEnvironment
+from agentrl.environment.loaded_code import check_loaded_code
 from agentrl.environment.mixture import mixture
 from agentrl.environment.overrides import fits, override_problem
 from agentrl.environment.rewards import stated_reward
@@ -131,6 +132,7 @@ def resolve(reference: str | type | Mapping[str, float]) -> type[Environment]:
         return _environments_by_id[reference]
     if reference not in _loaded_classes:
         _loaded_classes[reference] = _find(reference)
+        check_loaded_code(_loaded_classes[reference])
     return _loaded_classes[reference]
 
 
@@ -215,6 +217,7 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
     function = getattr(_import_module(location, where), name, None)
     if not callable(function):
         raise EnvironmentDefinitionError(f"{where}: {location} has no function {name!r}")
+    check_loaded_code(function)
     return function  # type: ignore[no-any-return]
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MethodType
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -35,10 +35,10 @@ from agentrl.environment.context import (
     Guarantee,
     InvalidToolCallError,
     LimitReachedError,
+    ResourceLevel,
     user,
 )
 from agentrl.environment.environment import Environment
-from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
 from agentrl.environment.rewards import awaited_reward
 from agentrl.environment.tool_arguments import ToolArguments, read_arguments
 from agentrl.gateway.calls import RequestRefusedError, order_tool_results
@@ -335,8 +335,83 @@ def _plain(value: Any) -> Any:
     return value.tolist()
 
 
+class ToolConnection(Protocol):
+    """The connection of one episode to a `ToolServer`."""
+
+    has_recalled: bool
+    """Whether the result of a call was recalled instead of made, so that the server lacks its effect; set from
+    outside."""
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return name, description and parameters of each tool, as of `ToolSpec`."""
+        ...
+
+    def validate(self, tool: ToolSpec, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
+        """Return a call's arguments by name, or raise `ValueError` with an observation for the policy."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool; an error is an observation for the policy, an `EpisodeError` the episode's end."""
+        ...
+
+    async def close(self) -> None:
+        """End the connection."""
+        ...
+
+
+@runtime_checkable
+class ToolServer(Protocol):
+    """A server whose tools an episode may call, such as `agentrl_mcp.MCPServer`."""
+
+    @property
+    def name(self) -> str:
+        """The server's name in messages."""
+        ...
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Time limit of a call in seconds; None: 30."""
+        ...
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """Whether a call may be repeated if the process died during it; see `ctx.effect`."""
+        ...
+
+    @property
+    def stateful(self) -> bool:
+        """Whether calls depend on earlier calls of the episode."""
+        ...
+
+    @property
+    def level(self) -> ResourceLevel:
+        """How the server is recalled; see `ctx.resource`."""
+        ...
+
+    def connect(self) -> ToolConnection:
+        """Return the connection of one episode; it opens at the first use."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTool:
+    """A tool of a server."""
+
+    spec: ToolSpec
+    server: ToolServer
+    connection: ToolConnection
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its calls may run together: they do not depend on each other."""
+        return not self.server.stateful
+
+    def validate(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
+        return self.connection.validate(self.spec, arguments)
+
+
 async def run_tools(
-    ctx: EpisodeContext, instance: object, tools: Mapping[str, BoundTool | MCPTool], calls: Sequence[ToolCall]
+    ctx: EpisodeContext, instance: object, tools: Mapping[str, BoundTool | ServerTool], calls: Sequence[ToolCall]
 ) -> list[Message]:
     """Answer the tool calls of a turn with tool messages, in their order.
 
@@ -355,24 +430,16 @@ async def run_tools(
         if n not in together:
             messages[n] = await run_tool(ctx, instance, tools, call)
     if together:
-        answers = await ctx.gather(*(run_tool(ctx, instance, tools, calls[n], at_once=True) for n in together))
+        answers = await ctx.gather(*(run_tool(ctx, instance, tools, calls[n]) for n in together))
         for n, answer in zip(together, answers, strict=True):
             messages[n] = answer
     return [message for message in messages if message is not None]
 
 
 async def run_tool(
-    ctx: EpisodeContext,
-    instance: object,
-    tools: Mapping[str, BoundTool | MCPTool],
-    call: ToolCall,
-    *,
-    at_once: bool = False,
+    ctx: EpisodeContext, instance: object, tools: Mapping[str, BoundTool | ServerTool], call: ToolCall
 ) -> Message:
-    """Answer one tool call with a tool message. Mistakes of the policy become observations.
-
-    `at_once`: see `EpisodeContext.call_tool`.
-    """
+    """Answer one tool call with a tool message. Mistakes of the policy become observations."""
     if call.problem:
         return await _refuse(ctx, call, InvalidToolCallError(call.problem, outcome="bad_arguments"))
     bound = tools.get(call.name)
@@ -388,8 +455,8 @@ async def run_tool(
         arguments = bound.validate(call.arguments)
     except ValueError as error:
         return await _refuse(ctx, call, InvalidToolCallError(str(error), outcome="bad_arguments"))
-    if isinstance(bound, MCPTool):
-        return await _run_mcp_tool(ctx, bound, call, arguments)
+    if isinstance(bound, ServerTool):
+        return await _run_server_tool(ctx, bound, call, arguments)
     method, where = getattr(instance, call.name), f"{type(instance).__qualname__}.{call.name}"
 
     async def observed(result: Awaitable[Any]) -> str:
@@ -409,12 +476,13 @@ async def run_tool(
         external=bound.options.external,
         timeout_s=bound.options.timeout_s,
         guarantee=bound.options.guarantee,
-        at_once=at_once,
     )
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
 
-async def _run_mcp_tool(ctx: EpisodeContext, tool: MCPTool, call: ToolCall, arguments: Mapping[str, Any]) -> Message:
+async def _run_server_tool(
+    ctx: EpisodeContext, tool: ServerTool, call: ToolCall, arguments: Mapping[str, Any]
+) -> Message:
     """Call a server's tool, or recall its recorded result."""
     connection, is_called = tool.connection, False
 
@@ -423,7 +491,7 @@ async def _run_mcp_tool(ctx: EpisodeContext, tool: MCPTool, call: ToolCall, argu
         is_called = True
         return await connection.call(call.name, arguments)
 
-    server = connection.server
+    server = tool.server
     text = await ctx.call_tool(
         call.name,
         call.arguments,
@@ -521,7 +589,7 @@ class ToolEnvironment(Environment):
 
     # --- override these ---------------------------------------------------------------------------------------------
 
-    mcp_servers: ClassVar[Sequence[MCPServer]] = ()
+    mcp_servers: ClassVar[Sequence[ToolServer]] = ()
     """Servers whose tools the policy may call too; their names must differ from those of the class's own."""
 
     def prompt(self, task: Task) -> str | Sequence[Message]:
@@ -602,7 +670,7 @@ class ToolEnvironment(Environment):
             self._box = ctx.sandbox(self.sandbox)
             if files := self.files(ctx.task):
                 await self._box.write(read_sources(files))
-        connections = tuple(map(MCPConnection, self.mcp_servers))
+        connections = [(server, server.connect()) for server in self.mcp_servers]
         try:
             tools = await self._all_tools(ctx, connections)
             agent = ctx.agent(self.seats[0], tools=tuple(bound.spec for bound in tools.values()))
@@ -619,26 +687,26 @@ class ToolEnvironment(Environment):
                 ctx.truncate(limit)
                 truncated = True
         finally:
-            for connection in connections:
+            for _, connection in connections:
                 await connection.close()
         value = self.reward(ctx.task, ToolEpisode(turns=agent.turns, messages=agent.messages, truncated=truncated))
         agent.reward(await awaited_reward(type(self), value))
 
     async def _all_tools(
-        self, ctx: EpisodeContext, connections: Sequence[MCPConnection]
-    ) -> Mapping[str, BoundTool | MCPTool]:
+        self, ctx: EpisodeContext, connections: Sequence[tuple[ToolServer, ToolConnection]]
+    ) -> Mapping[str, BoundTool | ServerTool]:
         """The tools of the class and its servers."""
         if not connections:
             return self.tool_table()
-        tools: dict[str, BoundTool | MCPTool] = dict(self.tool_table())
-        for connection in connections:
+        tools: dict[str, BoundTool | ServerTool] = dict(self.tool_table())
+        for server, connection in connections:
             descriptions: list[dict[str, Any]] = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
-            for name, tool in mcp_tools_by_name(descriptions, connection):
-                if name in tools:
+            for spec in [ToolSpec(**description) for description in descriptions]:
+                if spec.name in tools:
                     raise EpisodeError(
-                        f"MCP server {connection.server.name!r}: another tool is already called {name!r}; select the "
+                        f"MCP server {server.name!r}: another tool is already called {spec.name!r}; select the "
                         "server's tools with MCPServer(tools=[…])",
                         reason="environment_error",
                     )
-                tools[name] = tool
+                tools[spec.name] = ServerTool(spec=spec, server=server, connection=connection)
         return tools

@@ -16,7 +16,6 @@ from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, verif
 from agentrl.inspection.tokens import differing_request, text_beside_messages, without_end
 from agentrl.journal.entries import (
     BeginEntry,
-    CancelEntry,
     ChildResultEntry,
     EffectEntry,
     EntryBody,
@@ -28,6 +27,7 @@ from agentrl.journal.entries import (
     ToolEntry,
     TurnEntry,
     TurnPause,
+    UnansweredEntry,
 )
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     """What the prompt says besides its messages, such as the tools; empty after a row's first turn. See
     `tokens.text_beside_messages`."""
     text: str
-    """Sampled text, special tokens included."""
+    """Sampled text without the control token at its end; an endpoint's or bot's is its content."""
     thinking: str
     """Reasoning before the answer. `thinking`, `content` and `calls` are what the run read in the text."""
     content: str
-    """Text without thinking and calls; without the control tokens at its end, if there are neither."""
+    """Text without thinking and calls; if an endpoint refused the turn, the reason."""
     calls: list[dict[str, Any]]
     """Name and arguments of each call; malformed arguments are text. See `ReplyRecord.calls` for its `form`."""
     tokens: int
@@ -85,6 +85,12 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     """Pauses during the turn: the episode was parked, its engine was lost, or the engine's memory was full."""
     state: str | None
     """State of the environment before the turn, if its program said it."""
+
+    def message(self) -> dict[str, Any]:
+        """Return the reply as its environment read it, in the form of `messages`."""
+        calls = [call for call in self.calls if "form" not in call]  # the others are in the content
+        optional = {"tool_calls": calls, "thinking": self.thinking}
+        return {"role": "assistant", "content": self.content} | {key: value for key, value in optional.items() if value}
 
 
 class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):
@@ -237,7 +243,7 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
         task=None if begin is None else begin.task,
         settings={} if begin is None else {seat: asdict(each) for seat, each in begin.settings.items()},
         began=began,
-        acts=[_with_usage(act) if isinstance(act, PolicyTurn) and act.policy in external else act for act in acts],
+        acts=[_external_turn(act) if isinstance(act, PolicyTurn) and act.policy in external else act for act in acts],
         inherited=view.inherited,
         updates=_updates(reader, new_turns, waits.began, problems),
         children=reader.children(view.summary.episode),
@@ -254,11 +260,15 @@ def _external_policies(info: Mapping[str, Any]) -> set[str]:
     return {name for name, one in items if isinstance(one, dict) and one.get("kind") in ("remote", "bot")}
 
 
-def _with_usage(act: PolicyTurn) -> PolicyTurn:
-    """Replace the recorded bytes of an endpoint's turn by the endpoint's token counts, 0 if it gave none."""
-    reply = parse_json_value(act.text)
-    counts = reported_token_usage(reply) if isinstance(reply, dict) else {}
-    return msgspec.structs.replace(act, tokens=counts.get("completion_tokens", 0))
+def _external_turn(act: PolicyTurn) -> PolicyTurn:
+    """Replace the recorded line of an endpoint or bot by the content that the environment read in it, and the line's
+    bytes by the endpoint's token counts, 0 if it gave none."""
+    line = parse_json_value(act.text)
+    if not isinstance(line, dict):
+        return msgspec.structs.replace(act, tokens=0)
+    content = str(line.get("refused") or line.get("content") or "")
+    tokens = reported_token_usage(line).get("completion_tokens", 0)
+    return msgspec.structs.replace(act, text=content, content=content, tokens=tokens)
 
 
 class _Waits:
@@ -330,14 +340,14 @@ def _act(reader: RunReader, call: str, body: EntryBody, begin: BeginEntry | None
             )
         case NondeterministicValueEntry():
             return OtherAct(call=call, entry_kind=body.kind, value=body.value)
-        case CancelEntry():
-            return OtherAct(call=call, entry_kind="cancelled", value=None)
+        case UnansweredEntry():
+            return OtherAct(call=call, entry_kind=body.stop_reason or "cancelled", value=body.message or None)
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
     return OtherAct(call=call, entry_kind=type(body).__name__.removesuffix("Entry").lower(), value=fields)
 
 
 def _turn(reader: RunReader, call: str, turn: TurnEntry, begin: BeginEntry | None, waits: _Waits) -> PolicyTurn:
-    reply = turn.reply or ReplyRecord()
+    reply, text = turn.reply or ReplyRecord(), without_end(turn.text)
     return PolicyTurn(
         call=call,
         seat=turn.seat,
@@ -347,9 +357,9 @@ def _turn(reader: RunReader, call: str, turn: TurnEntry, begin: BeginEntry | Non
         row=turn.row,
         messages=list(turn.messages),
         beside_messages="" if turn.parent_context else text_beside_messages(reader, turn),
-        text=turn.text,
+        text=text,
         thinking=reply.thinking,
-        content=reply.content if reply.thinking or reply.calls else without_end(turn.text),
+        content=reply.content if reply.thinking or reply.calls else text,
         calls=list(reply.calls),
         tokens=len(turn.tokens),
         finish_reason=turn.finish_reason,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -288,7 +288,7 @@ class _LedgerCounter:
         """Compute both equations."""
         newest: dict[str, int] = {}
         for episode, attempt in self._purposes:
-            newest[episode] = max(attempt, newest.get(episode, 0))
+            newest[episode] = max(attempt, newest.get(episode, attempt))
         for episode, attempt in self._end_rows.keys() - self._purposes.keys():
             self._problem(f"episode {episode} attempt {attempt} ended and was never admitted")
         units = {policy: UnitCounts() for policy in sorted(self._through)}
@@ -447,13 +447,8 @@ class _Versions:
 
 def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
     """Return the last version of the last lineage of each trained policy."""
-    rows: list[Any] = log.rows(
-        "SELECT policy, lineage, max(step) FROM versions WHERE lineage >= 0 GROUP BY policy, lineage"
-    )
-    newest: dict[str, PolicyVersion] = {}
-    for policy, lineage, step in sorted(rows, key=lambda row: (str(row[0]), row[1])):
-        newest[policy] = PolicyVersion(policy, lineage, step)
-    return newest
+    newest = "SELECT policy, lineage, max(step) FROM versions WHERE lineage >= 0 GROUP BY policy, lineage"
+    return {row[0]: PolicyVersion(*row) for row in log.rows(f"{newest} ORDER BY policy, lineage")}
 
 
 def _sealed_versions(checkpoints: Path) -> dict[PolicyVersion, str]:

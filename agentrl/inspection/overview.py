@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.core.control_messages import read_actions
-from agentrl.core.errors import InputError
+from agentrl.core.errors import InputError, JournalError
 from agentrl.inspection.run_comparison import (
     AXIS_METRICS,
     LINEAGE_METRIC,
@@ -15,18 +15,16 @@ from agentrl.inspection.run_comparison import (
     changed_settings,
 )
 from agentrl.inspection.statistics import run_state
-from agentrl.inspection.timelines import resume_times
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.metrics import (
-    VERDICT_METRICS,
     find_registered_metric,
     interval_metric,
     own_metrics,
-    verdict_text,
 )
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
+    from agentrl.journal.run_log import SqliteRunLog
 
 OVERVIEW_METRICS = (
     *("reward/mean", "evaluation/reward", "episodes/tokens", "entropy", "k3"),
@@ -127,7 +125,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         bottleneck=status.bottleneck if status is not None else "",
         controls=[action.line for action in read_actions(reader.info())],
         pace=status.pace if status is not None else "",
-        resumed=len(resume_times(reader.log, problems)),
+        resumed=_count_resumes(reader.log, problems),
         waits=list(status.waits) if status is not None else [],
         alarms=[AlarmEntry(alarm.name, alarm.policy, alarm.text, alarm.advice) for alarm in find_alarms(state)],
         metrics=[metric_entry(name) for name in names],
@@ -159,33 +157,6 @@ def metric_entry(name: str) -> MetricEntry:
     return MetricEntry(name, metric.unit if metric else "", metric.meaning.replace("`", "") if metric else "")
 
 
-class EvaluationAnswer(NamedTuple):
-    """What the evaluation of a step says about a metric."""
-
-    values: dict[str, float | str]
-    """Half the width of the interval, and the verdict against the best version before, if there are some."""
-    text: str
-
-
-def evaluation_answers(reader: RunReader, metric: str) -> dict[str, dict[int, EvaluationAnswer]]:
-    """Return the intervals of a metric, if it is an estimate, by policy and step, with the verdicts of evaluations that
-    end when they are decided."""
-    error_name = interval_metric(metric)
-    recorded = reader.metrics([metric, error_name, *(VERDICT_METRICS if metric == "evaluation/reward" else ())])
-    answers: dict[str, dict[int, EvaluationAnswer]] = {}
-    for policy, points in recorded.get(metric, {}).items():
-        by_name = {name: dict(by_policy.get(policy, [])) for name, by_policy in recorded.items()}
-        for step, value in points:
-            at = {name: number for name, by_step in by_name.items() if (number := by_step.get(step)) is not None}
-            if value is None or error_name not in at:
-                continue
-            verdict = verdict_text(at)
-            text = f"{value:.3f} ± {at[error_name]:.3f}{verdict and f', {verdict}'}"
-            said: dict[str, float | str] = {"error": at[error_name]} | ({"verdict": verdict} if verdict else {})
-            answers.setdefault(policy, {})[step] = EvaluationAnswer(said, text)
-    return answers
-
-
 def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries]:
     """Return the series of metrics, with the intervals of those that are estimates.
 
@@ -212,3 +183,12 @@ def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries
         entry = metric_entry(name)
         series[name] = MetricSeries(entry.unit, entry.meaning, bool(errors), policies)
     return series
+
+
+def _count_resumes(log: SqliteRunLog, problems: list[str]) -> int:
+    """Return how often the run resumed from a checkpoint; an unreadable record is a problem."""
+    try:
+        return max(len(log.starts()) - 1, 0)
+    except JournalError as error:
+        problems.append(str(error))
+        return 0

@@ -109,7 +109,7 @@ COLUMNS: dict[str, FilterColumn] = {
 OBJECTS = {
     "reward/": ObjectColumn(REWARDS, f"(SELECT avg(t.reward){_REWARDED} AND t.seat = ?)", "number"),
     "metric.": json_column("e.metrics"),
-    "data.": json_column("task_data(a.spec)"),
+    "data.": json_column("a.data"),
 }
 """Objects whose fields are columns too: `reward/SEAT`, `metric.NAME` from `ctx.metric`, `data.NAME` from the task."""
 EPISODES = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
@@ -679,8 +679,9 @@ class RunReader:
             for policy, lineage, last in self.log.rows(statement):
                 lines.setdefault(policy, []).append((lineage, -1, last))
             return lines
-        newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
-        newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
+        newest = "SELECT policy, lineage, max(step) FROM versions WHERE (policy, lineage) IN (SELECT policy,"
+        newest += " max(lineage) FROM versions GROUP BY policy) AND policy IN (SELECT policy FROM steps)"
+        newest += " GROUP BY policy ORDER BY policy"
         versions = [PolicyVersion(*row) for row in self.log.rows(newest)]
         return {version.policy: self.log.surviving(version)[::-1] for version in versions}
 

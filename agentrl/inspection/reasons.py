@@ -9,7 +9,7 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import JournalError
-from agentrl.core.records import PolicyVersion, find_stop_reason
+from agentrl.core.records import find_stop_reason
 from agentrl.core.setting_paths import value_at
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.reader import EpisodeLine, Row, RunReader
 
-MIN_COMPARED = 4
-"""Minimum number of episodes of a version whose ends are compared with another version's."""
 SHOWN_TURNS = 12
 """Number of turns whose advantages are shown."""
 MAX_NAMED = 8
@@ -103,16 +101,7 @@ def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[
             continue
         if spec.fork is not None and line.purpose == "train":
             point = spec.fork
-            if point.probe:
-                reasons.append(Reason("admitted", "as a probe: its reward measures the value of the state"))
-            if point.resample_weight:
-                why = (
-                    "to sample a turn again, chosen when the end was known: it is compared with the others of the turn"
-                )
-                reasons.append(Reason("admitted", why))
-            text = (
-                f"to begin at call {point.call_id} of {point.episode_id}, attempt {point.attempt}, of {point.journal}"
-            )
+            text = f"to begin at call {point.call_id} of {point.episode_id}, attempt {point.attempt}"
             reasons.append(Reason("admitted", f"{text}; the turns before it are context"))
         if spec.waited:
             waits = " and ".join(wait.text for wait in spec.waited)
@@ -196,7 +185,6 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
     if line.stop_reason is None:
         last = f"; the last thing it did was {view.acts[-1].call}" if view.acts else ""
         return [Reason("ended", f"it has not ended: in flight, or of a process that died{last}")]
-    worse = _worse_than_before(reader, line)
     reasons = [
         Reason(
             "ended",
@@ -218,47 +206,12 @@ def _end(reader: RunReader, view: ConversationView) -> list[Reason]:
         is_symptom = bool(calls) and not any(act.outcome == "ok" for act in calls)
         first = "find out why no tool call succeeded (below); otherwise " if is_symptom else ""
         advice = f"{first}raise {setting}, or shorten the episode"
-        reasons[0] = Reason("ended", text, "" if worse else advice)
+        reasons[0] = Reason("ended", text, advice)
     elif stop == "refused":
         reasons[0] = Reason("ended", f"{reasons[0].text}: the endpoint of a remote policy refused a turn")
     if view.detail:
         reasons.append(Reason("ended", view.detail))
-    cuts = _cut_turns(reader, view, turns)
-    return [*reasons, *([msgspec.structs.replace(cut, advice="") for cut in cuts] if worse else cuts), *worse]
-
-
-def _worse_than_before(reader: RunReader, line: EpisodeLine) -> list[Reason]:
-    """Return what an earlier version did within the limit that ended the episode, if it was cut more rarely and earned
-    more: then the weights are the cause, not the limit."""
-    if find_stop_reason(line.stop_reason or "") not in LIMITS or len(line.policies) != 1 or line.oldest_step is None:
-        return []
-    rows = reader.log.rows(
-        "SELECT lineage, oldest_step, count(*), sum(stop_reason = ?), avg(reward) FROM episodes"
-        " WHERE drop_reason IS NULL AND (purpose, environment, policies) ="
-        " (SELECT purpose, environment, policies FROM episodes WHERE episode = ? AND attempt = ?)"
-        " AND (lineage, oldest_step) <= (?, ?) GROUP BY lineage, oldest_step ORDER BY lineage, oldest_step",
-        *(line.stop_reason, line.episode, line.attempt, line.lineage, line.oldest_step),
-    )
-    versions = [row for row in rows if row[2] >= MIN_COMPARED and row[4] is not None]
-    if not versions or versions[-1][:2] != (line.lineage, line.oldest_step):
-        return []
-    *earlier, (_, _, episodes, cut, reward) = versions
-    better = [row for row in earlier if row[3] / row[2] < cut / episodes / 4 and row[4] > reward]
-    if cut < episodes / 2 or not better:
-        return []
-    policy = line.policies[0]
-    lineage, step, total, cut_before, reward_before = better[-1]
-    purpose = {"train": "training", "evaluate": "evaluation", "fork": "forked"}.get(line.purpose, line.purpose)
-    text = (
-        f"{line.stop_reason} ended {cut} of {plural(episodes, f'{purpose} episode')} of "
-        f"{PolicyVersion(policy, line.lineage or 0, line.oldest_step)} (mean reward {reward:.3f}), and {cut_before} of "
-        f"{total} of {PolicyVersion(policy, lineage, step)} ({reward_before:.3f}): training has made the replies worse"
-    )
-    advice = (
-        f"`agentrl run view {run_argument(reader.path)}` shows since when; a lower policies.{policy}.learning_rate "
-        "helps, a larger limit does not"
-    )
-    return [Reason("ended", text, advice)]
+    return [*reasons, *_cut_turns(reader, view, turns)]
 
 
 def _cut_turns(reader: RunReader, view: ConversationView, turns: Sequence[PolicyTurn]) -> Iterator[Reason]:
@@ -324,13 +277,11 @@ def _group_scores(reader: RunReader, line: EpisodeLine, problems: list[str]) -> 
     reasons = []
     for row in verified_control_rows(reader.log, "group_scores", "group_id = ?", line.group, problems=problems):
         scores = decode_group_scores_row(tuple(row.values()))
-        judge = f" (judge {scores.judged_by})" if scores.judged_by is not None else ""
-        for episode, seat, agent, value, member_weight in scores.scores:
+        for episode, seat, agent, value in scores.scores:
             if episode == line.episode:
                 score = "says nothing" if value is None else f"{value:g}"
-                weight = None if scores.weight is None else scores.weight * member_weight
-                effect = "noted only" if weight is None else f"credited with weight {weight:g}"
-                text = f"{seat}[{agent}]: {scores.scorer} {score}, compared with the group{judge}; {effect}"
+                effect = "noted only" if scores.weight is None else f"credited with weight {scores.weight:g}"
+                text = f"{seat}[{agent}]: {scores.scorer} {score}, compared with the group; {effect}"
                 reasons.append(Reason("reward", text))
     return reasons
 

@@ -177,12 +177,14 @@ class RecordedRun:
     def state(self) -> str:
         """State of the run: `running`, `finished`, `stopped`, `failed`, `killed` or `unknown`; empty if no process ever
         led it."""
-        return self._reader.standing()
+        with self._reading():
+            return self._reader.standing()
 
     @property
     def config(self) -> dict[str, Any]:
         """Resolved configuration, with all changes since the start."""
-        return self._reader.config()
+        with self._reading():
+            return self._reader.config()
 
     def close(self) -> None:
         """Close the run's files. Idempotent."""

@@ -197,6 +197,16 @@ def win_rate_table(results: Sequence[OpponentResult]) -> TerminalPage:
     return page
 
 
+def forks_page(lines: Sequence[EpisodeLine]) -> TerminalPage:
+    """Make a page with new forks, and why some were dropped."""
+    page = episode_table(lines, len(lines))
+    for line in lines:
+        if line.drop_reason:
+            page.line((line.episode, "bold"), " ", ("dropped", "red"), f" as {line.drop_reason}")
+            page.block(line.detail or "")
+    return page
+
+
 def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[str] = ()) -> TerminalPage:
     """Make a page with episodes, one per line, and their total; every heading is a column of `--where` and `--sort`."""
     page = TerminalPage()
@@ -283,7 +293,7 @@ def metric_curves_page(
     metric: str,
     values: Mapping[str, Sequence[tuple[int, float | None]]],
     breaks: Mapping[str, set[int]],
-    answers: Mapping[str, Mapping[int, str]],
+    errors: Mapping[str, Mapping[int, float | None]],
 ) -> TerminalPage:
     """Plot a metric of each policy over its steps.
 
@@ -291,7 +301,7 @@ def metric_curves_page(
         metric: name of the metric.
         values: its values by policy and step.
         breaks: steps of each policy before which the curve has a gap, because the held-out tasks changed.
-        answers: intervals and verdicts of evaluations as text, by policy and step.
+        errors: half the widths of the intervals of estimates, by policy and step.
     """
     page = TerminalPage()
     for policy, points in values.items():
@@ -304,8 +314,9 @@ def metric_curves_page(
             page.line(
                 (f"step {step}: ", "bold"), "the held-out tasks changed; values before and after are not compared"
             )
-        for step, text in answers.get(policy, {}).items():
-            page.line((f"step {step}: ", "bold"), text)
+        for step, value in present:
+            if (error := errors.get(policy, {}).get(step)) is not None:
+                page.line((f"step {step}: ", "bold"), f"{value:.3f} ± {error:.3f}")
     return page
 
 
@@ -475,9 +486,6 @@ def statistics_page(figures: RunStatistics) -> TerminalPage:
         if policy.named_rewards:
             parts = ", ".join(f"{name} {format_number(value)}" for name, value in policy.named_rewards.items())
             page.line(f"rewards of {policy.policy} by name, before weights: {parts}")
-    if figures.roulette:
-        weights = ", ".join(f"{count:,} with weight {weight:g}" for weight, count in figures.roulette.items() if weight)
-        page.line(f"roulette: {plural(figures.roulette.get(0.0, 0), 'episode')} stopped; survived: {weights or 'none'}")
     for caveat in figures.caveats:
         page.line(f"note: {caveat}")
     for action in figures.controls:

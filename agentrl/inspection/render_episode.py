@@ -33,16 +33,13 @@ from agentrl.inspection.render import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from agentrl.inspection.comparisons import (
         DifferingSide,
         EpisodeDifference,
         FirstDifference,
-        ForkTreeNode,
         ReplayResult,
-        WhatIfOutcome,
-        WhatIfResult,
     )
     from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reasons import Reason
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _COLORS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
-MAX_REASONS = 5
-"""Maximum number of reasons and of episodes on the page of a changed environment."""
 DRIFT_TEXTS = {
     "retokenised": "its text would be tokenized differently; the tokens are kept and trained as sampled",
     "undecodable": "its tokens are no valid text; they are kept and trained as sampled",
@@ -336,46 +331,6 @@ def reasons_page(episode: str, reasons: Sequence[Reason]) -> TerminalPage:
     return page
 
 
-def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = (), run: str = "RUN") -> TerminalPage:
-    """Make a page with forks below their parents; if there are `new` ones, only their branches. For `run`, see
-    `run_argument`."""
-    page = TerminalPage()
-    if new:
-        roots = [place for place, fork in enumerate(tree) if not fork.depth]
-        trees = [tree[start:stop] for start, stop in zip(roots, [*roots[1:], None], strict=True)]
-        tree = [fork for branch in trees if any(fork.line.episode in new for fork in branch) for fork in branch]
-    if not tree:
-        page.line(f"nothing was forked; `agentrl episode fork {run} EPISODE --at TURN` does")
-        return page
-    rows: list[list[Part]] = []
-    for place, fork in enumerate(tree):
-        line = fork.line
-        name = _branch(tree, place) + line.episode
-        at = f"at {fork.at}" + (", edited" if fork.is_edited else "") if fork.at else ""
-        outcome = line.stop_reason or line.drop_reason or line.status
-        style = "bold" if line.episode in new else ""
-        turns = "" if line.turns is None else str(line.turns)
-        rows.append([(name, style), at, fork.version or "", format_rewards(line), turns, outcome])
-    page.table(["episode", "forked", "by", "reward>", "turns>", "ended"], rows)
-    for line in (fork.line for fork in tree if fork.line.episode in new and fork.line.drop_reason):
-        page.line((line.episode, "bold"), " ", ("dropped", "red"), f" as {line.drop_reason}")
-        page.block(line.detail or "")
-    return page
-
-
-def _branch(tree: Sequence[ForkTreeNode], place: int) -> str:
-    """Draw the lines of the tree that lead to an entry."""
-    lines = ""
-    for depth in range(1, tree[place].depth + 1):
-        below = next((fork.depth for fork in tree[place + 1 :] if fork.depth <= depth), 0)
-        goes_on = below == depth
-        if depth == tree[place].depth:
-            lines += "├ " if goes_on else "└ "
-        else:
-            lines += "│ " if goes_on else "  "
-    return lines
-
-
 def replay_page(results: Sequence[ReplayResult], *, step: bool = False) -> TerminalPage:
     """Make a page about replayed episodes: identical, or the departure and its reason; with `step`, each call."""
     page = TerminalPage()
@@ -421,57 +376,6 @@ def _advise(page: TerminalPage, results: Sequence[ReplayResult]) -> None:
     """Add the advice of replays, each once."""
     for advice in dict.fromkeys(result.advice for result in results if result.advice):
         page.block(advice, indent=0)
-
-
-def whatif_page(result: WhatIfResult, *, run: str) -> TerminalPage:
-    """Make a page with the effect of changed code, and the episodes that changed most."""
-    page = TerminalPage()
-    rows = [
-        [
-            effect.seat,
-            f"{effect.episodes:,}",
-            format_number(effect.before),
-            format_number(effect.after),
-            f"{effect.difference:+.3f} ± {effect.error:.3f}",
-            effect.verdict,
-        ]
-        for effect in result.effects
-    ]
-    page.table(["seat", "episodes>", "recorded>", "changed>", "difference>", "verdict"], rows)
-    outcomes = Counter(episode.outcome for episode in result.episodes)
-    words: Mapping[WhatIfOutcome, str] = {
-        "identical": "did the same",
-        "rescored": "differed in rewards alone",
-        "resampled": "were sampled from the first difference on",
-        "failed": "failed under the change",
-        "left_out": "were left out",
-    }
-    unjudged: tuple[WhatIfOutcome, ...] = ("failed", "left_out")
-    page.line("; ".join(f"{outcomes[outcome]:,} {text}" for outcome, text in words.items() if outcomes[outcome]))
-    saved = "" if result.saved is None else f", {result.saved:.0%} fewer than in a new evaluation"
-    page.line(f"{result.sampled:,} tokens sampled{saved}")
-    judged = [episode for episode in result.episodes if episode.outcome not in unjudged]
-    if recorded := sum(episode.has_effects for episode in judged):
-        page.line(
-            (f"{plural(recorded, 'episode')}: ", "bold"),
-            "the results of effects and external tools come from the record, so a change inside them does not show",
-        )
-    if without := sum(episode.before.keys() != episode.after.keys() for episode in judged):
-        page.line((f"{plural(without, 'episode')}: ", "bold"), "a seat has a reward only before or only after")
-    for outcome in unjudged:
-        reasons = Counter(episode.text for episode in result.episodes if episode.outcome == outcome)
-        for reason, count in reasons.most_common(MAX_REASONS):
-            page.line((f"{count:,} {words[outcome]}: ", "bold"), reason)
-    changes = [
-        (episode.after[seat] - episode.before[seat], seat, episode)
-        for episode in judged
-        for seat in episode.after.keys() & episode.before.keys()
-        if episode.fork
-    ]
-    for change, seat, episode in sorted(changes, key=lambda change: -abs(change[0]))[:MAX_REASONS]:
-        if change:
-            page.line(f"{seat} {change:+.3g}: agentrl episode diff {run} {episode.fork}")
-    return page
 
 
 def difference_page(difference: EpisodeDifference) -> TerminalPage:

@@ -7,7 +7,6 @@ relative to the first group.
 from __future__ import annotations
 
 import bisect
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -18,9 +17,8 @@ import msgspec
 from agentrl.config.policies import LocalPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
-from agentrl.core.betting import MAX_REWARD, AnytimeInterval, verdict_words
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.intervals import confidence_half_width, difference_interval, half_width_of_few
+from agentrl.core.intervals import MAX_REWARD, Interval, difference_interval, half_width_of_few, verdict
 from agentrl.core.masking import mask_secrets
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
@@ -110,14 +108,11 @@ class PairedDifference(msgspec.Struct, frozen=True, kw_only=True):
     """Reward of the first group over these tasks."""
     difference: float
     low: float
-    """Lower end of the interval of the difference. Intervals that may be read at any time are all right with 95 %; each
-    one of a fixed size is right with 95 %."""
+    """Lower end of the interval of the difference; all intervals of a comparison are right with 95 %. For several
+    seeds, it is wider by the interval of their means."""
     high: float
-    is_anytime: bool
-    """Whether the interval may be read at any time. Else it is of a fixed size: it covers the seeds of a group too, or
-    a reward is outside its bounds."""
     verdict: str
-    """`better` (by more than the margin), `not better`, `worse`, or `undecided`."""
+    """`better`, `worse` or `undecided`."""
     better: int
     worse: int
 
@@ -146,7 +141,7 @@ class _Run(NamedTuple):
 
 
 def compare_runs(
-    readers: Sequence[RunReader], *, axis: str = "step", metrics: Sequence[str] = CURVES, margin: float = 0.0
+    readers: Sequence[RunReader], *, axis: str = "step", metrics: Sequence[str] = CURVES
 ) -> RunsComparison:
     """Compare runs; the first is the one that the others are compared with.
 
@@ -154,11 +149,9 @@ def compare_runs(
         readers: one reader per run, at least two.
         axis: what the curves are aligned by: `step`, sampled `tokens`, or `seconds` since training began.
         metrics: metrics whose curves are compared.
-        margin: difference in held-out reward by which a run must be better than the first one.
 
     Raises:
-        InputError: fewer than two runs are given, the axis is unknown, no run recorded a metric, or no difference of
-            rewards can exceed the margin.
+        InputError: fewer than two runs are given, the axis is unknown, or no run recorded a metric.
         JournalError: a journal is damaged.
     """
     if len(readers) < 2:
@@ -188,15 +181,7 @@ def compare_runs(
             curves += _curves(name, [runs[at] for at in places], metric, axis)
     if axis != "step" and not curves:
         notes.append(f"no run recorded the {axis} of its steps, so no curve is aligned by them")
-    bounds = _reward_bounds(readers)
-    if not 0 <= margin < bounds[1] - bounds[0]:
-        raise InputError(
-            f"--margin {margin:g}: a number from 0 to below {bounds[1] - bounds[0]:g} is expected, since rewards are "
-            f"between {bounds[0]:g} and {bounds[1]:g}"
-        )
-    paired_differences, missing = _pair_runs(
-        {name: [readers[at] for at in places] for name, places in members.items()}, margin, bounds
-    )
+    paired_differences, missing = _pair_runs({name: [readers[at] for at in places] for name, places in members.items()})
     return RunsComparison(
         groups=groups,
         settings=_setting_differences([runs[places[0]] for places in members.values()]),
@@ -385,8 +370,13 @@ def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
         elif values:
             # a training metric is averaged over the newest 5 steps
             newest = values[-1:] if metric.startswith(_NEWEST) else values[-5:]
-            means.append(statistics.fmean(newest))
-    return statistics.fmean(means) if means else None
+            means.append(_mean(newest))
+    return _mean(means) if means else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; inf or NaN for numbers that only an altered record has."""
+    return sum(values) / len(values)
 
 
 def _curves(group: str, runs: Sequence[_Run], metric: str, axis: str) -> list[ComparedCurve]:
@@ -450,7 +440,7 @@ def _band(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:
     points = []
     for x in grid:
         values = [_interpolate(curve, x) for curve in curves]
-        points.append(CurvePoint(x, statistics.fmean(values), (max(values) - min(values)) / 2))
+        points.append(CurvePoint(x, _mean(values), (max(values) - min(values)) / 2))
     return points
 
 
@@ -466,25 +456,11 @@ def _interpolate(curve: Sequence[CurvePoint], x: float) -> float:
 # --- held-out tasks ---------------------------------------------------------------------------------------------------
 
 TaskRewards = dict[bytes, float]
-"""Mean reward by task: its environment, id and data."""
-
-
-def _reward_bounds(readers: Sequence[RunReader]) -> tuple[float, float]:
-    """Return the smallest and largest reward that the runs declare (`evaluation.bounds`), 0 and 1 without a
-    declaration."""
-    declared = []
-    for reader in readers:
-        evaluation = reader.config().get("evaluation")
-        match evaluation.get("bounds") if isinstance(evaluation, dict) else None:
-            case [int() | float() as low, int() | float() as high] if -MAX_REWARD <= low < high <= MAX_REWARD:
-                declared.append((float(low), float(high)))
-            case _:
-                declared.append((0.0, 1.0))
-    return min(low for low, _ in declared), max(high for _, high in declared)
+"""Mean reward by task: its id and data."""
 
 
 def _pair_runs(
-    groups: Mapping[str, Sequence[RunReader]], margin: float, bounds: tuple[float, float]
+    groups: Mapping[str, Sequence[RunReader]],
 ) -> tuple[list[PairedDifference], list[str]]:
     rewards_by_group = {name: [_held_out(reader) for reader in readers] for name, readers in groups.items()}
     (base_name, base), *other_groups = rewards_by_group.items()
@@ -495,12 +471,9 @@ def _pair_runs(
         for policy in policies:
             group_runs = [run[policy] for run in runs if policy in run]
             base_runs = [run[policy] for run in base if policy in run]
-            rule = _Rule(margin, bounds, error)
-            line = _paired_difference(name, policy, group_runs, base_runs, rule) if group_runs else None
+            line = _paired_difference(name, policy, group_runs, base_runs, error) if group_runs else None
             if line is not None:
                 lines.append(line)
-                if not line.is_anytime:
-                    notes.append(f"{policy}: the interval of {name} is of a fixed size, {_why_fixed(line, bounds)}")
                 if len(set(line.steps)) > 1:
                     ours, theirs = (_steps_text(evaluated) for evaluated in (group_runs, base_runs))
                     notes.append(
@@ -518,13 +491,14 @@ def _steps_text(evaluated: Sequence[tuple[int, TaskRewards]]) -> str:
 
 
 def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
-    """Return the newest evaluation of each policy that has a result: its step, and the rewards by task.
+    """Return the newest evaluation of each policy that has a result: its step, and the rewards by task. Of a directory
+    of forks, return those of the forks.
 
     The newest is of the newest lineage, since a resume may have undone later steps of an older one. Episodes of
     the same weights count as well: a resume continues an evaluation under a new lineage.
     """
     results = reader.metric("evaluation/reward")
-    if not results:
+    if not results and not reader.info().get("forks"):
         return {}
     # `agentrl evaluate` records its result at step 0, whatever the step of the weights.
     measured = {policy: dict(points) for policy, points in results.items()} if reader.purpose() == "train" else {}
@@ -534,25 +508,30 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
             "SELECT t.policy, t.oldest_step, t.lineage, t.episode, t.attempt, sum(coalesce(t.reward, 0.0))"
             " FROM trajectories t"
             " JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
-            " WHERE e.purpose = 'evaluate' AND e.drop_reason IS NULL GROUP BY t.policy, t.episode, t.attempt"
+            " WHERE e.purpose != 'train' AND e.drop_reason IS NULL GROUP BY t.policy, t.episode, t.attempt"
         )
         if row[1] in measured.get(row[0], (row[1],))
     ]
     newest: dict[str, tuple[int, int]] = {}
     for policy, step, lineage, *_ in rows:
         newest[policy] = max(newest.get(policy, (lineage, step)), (lineage, step))
-    parents = reader.log.parents()
-    of_newest = {policy: first_lineage(PolicyVersion(policy, *version), parents) for policy, version in newest.items()}
+    lines = reader.log.lines()
+    of_newest = {policy: lines.weights(PolicyVersion(policy, *version)).lineage for policy, version in newest.items()}
     newest_rows = [
         row
         for row in rows
         if row[1] == newest[row[0]][1]
-        and first_lineage(PolicyVersion(row[0], row[2], row[1]), parents) == of_newest[row[0]]
+        and lines.weights(PolicyVersion(row[0], row[2], row[1])).lineage == of_newest[row[0]]
     ]
     tasks = held_out_task_keys(reader, [(row[3], row[4]) for row in newest_rows])
     # Of an attempt that was repeated, since the reward's code had changed, the newest counts.
     rewards: dict[str, dict[bytes, dict[int, tuple[int, list[float]]]]] = {}
     for policy, _, lineage, episode, attempt, reward in sorted(newest_rows, key=itemgetter(2)):
+        if reward is None or not -MAX_REWARD <= reward <= MAX_REWARD:
+            raise InputError(
+                f"{reader.path}: episode {episode} has the reward {reward}, which cannot be compared; rewards are "
+                f"between {-MAX_REWARD:g} and {MAX_REWARD:g}, so the record was altered or is damaged"
+            )
         if (key := tasks.get((episode, attempt))) is not None:
             of_task = rewards.setdefault(policy, {}).setdefault(key.task, {})
             found_lineage, values = of_task.get(key.seed, (lineage, []))
@@ -569,12 +548,6 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
     }
 
 
-def first_lineage(version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> int:
-    """Return the first lineage with the weights of a version. All lineages share the weights of step 0."""
-    first = version.first_with_weights(parents)
-    return min(first.lineage, 0) if first.step == 0 else first.lineage
-
-
 class HeldOutTaskKey(NamedTuple):
     """What identifies the task of an episode, and its attempt at it."""
 
@@ -586,7 +559,7 @@ def held_out_task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -
     """Return the key of the task of each episode; a child belongs to its root's task."""
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     specs: dict[tuple[str, int], EpisodeSpec] = {}
-    for row in reader.log.rows(f"SELECT {columns} FROM admissions WHERE purpose = 'evaluate'"):
+    for row in reader.log.rows(f"SELECT {columns} FROM admissions WHERE purpose != 'train'"):
         try:
             spec = decode_admission_row(row)
         except JournalError:
@@ -601,26 +574,9 @@ def held_out_task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -
                 break
             root = by_episode.get(root.parent_id)
         if root is not None:
-            task = msgspec.json.encode([root.environment, root.task.id, root.task.data], order="deterministic")
+            task = msgspec.json.encode([root.task.id, root.task.data], order="deterministic")
             keys[key] = HeldOutTaskKey(task, root.seed)
     return keys
-
-
-class _Rule(NamedTuple):
-    """What decides whether a group is better than the first one."""
-
-    margin: float
-    bounds: tuple[float, float]
-    error: float
-
-
-def _why_fixed(line: PairedDifference, bounds: tuple[float, float]) -> str:
-    if len(line.steps) > 2:
-        return "since it covers the seeds too"
-    return (
-        f"since a reward is outside [{bounds[0]:g}, {bounds[1]:g}]: set evaluation.bounds to the smallest and the "
-        "largest reward of a task"
-    )
 
 
 def _paired_difference(
@@ -628,7 +584,7 @@ def _paired_difference(
     policy: str,
     group_runs: Sequence[tuple[int, TaskRewards]],
     base_runs: Sequence[tuple[int, TaskRewards]],
-    rule: _Rule,
+    error: float,
 ) -> PairedDifference | None:
     common = sorted(set.intersection(*(set(rewards) for _, rewards in [*group_runs, *base_runs])))
     if not common:
@@ -639,12 +595,9 @@ def _paired_difference(
         [statistics.fmean(run[key] for key in common) for _, run in side] for side in (group_runs, base_runs)
     ]
     difference = statistics.fmean(differences)
-    interval, is_anytime = difference_interval(list(zip(*sides, strict=True)), rule.bounds, rule.error)
-    if max(len(group_runs), len(base_runs)) > 1:
-        # Independent: over tasks and over seeds.
-        half = math.hypot(confidence_half_width(differences), *map(half_width_of_few, means_of_runs))
-        interval, is_anytime = AnytimeInterval(difference - half, difference + half), False
-    is_single = not is_anytime and len(common) * max(len(group_runs), len(base_runs)) == 1  # has no interval
+    low, high = difference_interval(list(zip(*sides, strict=True)), error)
+    of_seeds = sum(map(half_width_of_few, means_of_runs))
+    interval = Interval(low - of_seeds, high + of_seeds)
     return PairedDifference(
         group=group,
         policy=policy,
@@ -655,8 +608,7 @@ def _paired_difference(
         difference=difference,
         low=interval.low,
         high=interval.high,
-        is_anytime=is_anytime,
-        verdict="undecided" if is_single else verdict_words(interval, rule.margin),
+        verdict=verdict(interval),
         better=sum(difference > 0 for difference in differences),
         worse=sum(difference < 0 for difference in differences),
     )

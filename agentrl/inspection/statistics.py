@@ -6,7 +6,6 @@ The journal is the source of truth about episodes; `metrics.jsonl` and `status.j
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,15 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from agentrl.core.control_messages import read_actions
-from agentrl.core.errors import JournalError, StorageError
+from agentrl.core.errors import StorageError
 from agentrl.core.records import REWARD, GameTally
-from agentrl.core.text import plural
 from agentrl.inspection.reader import COLUMNS, EPISODES, MAX_SECONDS, OBJECTS
 from agentrl.inspection.where_filter import find_column
-from agentrl.journal.control_rows import decode_admission_row
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.run_process import read_failure
 from agentrl.observe.alarms import read_raised_alarms
-from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
@@ -34,7 +31,6 @@ from agentrl.observe.run_state import (
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
     from agentrl.inspection.reader import RunReader
-    from agentrl.journal.run_log import SqliteRunLog
 
 
 class EpisodeDistribution(msgspec.Struct, frozen=True):
@@ -95,11 +91,8 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Duration of the run, as `RunLog.seconds` defines it."""
     tokens_per_second: float | None
-    roulette: dict[float, int]
-    """Number of training episodes that `ctx.roulette` stopped (weight 0) or that survived it, by the weight of their
-    rewards at the end."""
     caveats: list[str]
-    """Settings of scorers that bias the gradient estimate or change the objective; see docs/reference/scorers.md."""
+    """Settings of scorers that bias the gradient estimate or change the objective; see docs/how-to/scores.md."""
     controls: list[str]
     """What was asked of the run while it ran, with time and user; see docs/how-to/operations.md."""
 
@@ -120,65 +113,24 @@ def run_statistics(reader: RunReader) -> RunStatistics:
         repeated=num_repeated,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
-        roulette=_roulette(log),
-        caveats=[*scorer_caveats(log.config()), *_resample_caveats(log)],
+        caveats=scorer_caveats(log.config()),
         controls=[action.line for action in read_actions(log.info())],
     )
 
 
 def scorer_caveats(config: Mapping[str, Any]) -> list[str]:
     """Return what the scorers of a configuration do to the gradient estimate, for people."""
-    policies, advantage = config.get("policies") or {}, (config.get("credit") or {}).get("advantage") or {}
+    advantage = (config.get("credit") or {}).get("advantage") or {}
     estimator = advantage.get("name", "") if isinstance(advantage, dict) else advantage
     caveats = []
     for name, scorer in (config.get("scorers") or {}).items():
-        judge = scorer.get("judge") or ""
-        learns = (policies.get(judge) or {}).get("kind") == "trained"
         credited = scorer.get("credit") != "note"
         if scorer.get("per") == "group" and estimator == "leave_one_out" and credited:
             caveats.append(
                 f"{name} scores members with their siblings in view, so the baseline of leave_one_out depends on the "
                 "member: the estimate is biased; group_mean makes no such promise"
             )
-        if learns:
-            caveats.append(
-                f"{name} is judged by {judge}, which learns: the reward changes with the judge; each score names its "
-                "version"
-            )
-        elif judge and scorer.get("votes") and scorer.get("cache") and scorer.get("per") != "group":
-            caveats.append(
-                f"{name} scores equal content once: equal conversations share the judge's noise, without bias"
-            )
-        if scorer.get("combine") == "min":
-            caveats.append(f"{name} takes the worst step of a turn, which noise of the model lowers: no expectation")
     return caveats
-
-
-def _roulette(log: SqliteRunLog) -> dict[float, int]:
-    """Count the committed training episodes that called `ctx.roulette`, by their final weight."""
-    weight, stopped = f'$."{ROULETTE_WEIGHT}"', f'$."{ROULETTE_STOPPED}"'
-    rows = log.rows(
-        "SELECT coalesce(json_extract(metrics, ?), 0.0) AS weight, count(*) FROM episodes WHERE purpose = 'train' AND"
-        " drop_reason IS NULL AND (json_extract(metrics, ?) IS NOT NULL OR json_extract(metrics, ?) IS NOT NULL)"
-        " GROUP BY weight ORDER BY weight",
-        *(weight, weight, stopped),
-    )
-    return {float(value): count for value, count in rows}
-
-
-def _resample_caveats(log: SqliteRunLog) -> list[str]:
-    """Return what resampled episodes do to the gradient estimate, for people."""
-    count = 0
-    for row in log.rows("SELECT * FROM admissions WHERE attempt = 0 AND episode GLOB ?", "*.b[0-9]*"):
-        with suppress(JournalError):  # a damaged record is reported with its episode
-            fork = decode_admission_row(row).fork
-            count += fork is not None and fork.resample_weight > 0
-    if not count:
-        return []
-    return [
-        f"{plural(count, 'episode')} sampled a turn again, chosen when the end was known (ctx.resample): this adds the "
-        "gradient of the value of the chosen states, another objective than the reward"
-    ]
 
 
 def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeStatistics:
@@ -294,7 +246,8 @@ def run_win_rates(reader: RunReader) -> list[OpponentResult]:
     results = []
     for name, policy in config.policies.items():
         if policy.kind == "past":
-            matrix = tally_games_by_version(reader.log.headers_against({name}), policy.of, name, every=policy.every)
+            ends = [each.header for each in reader.log.history() if isinstance(each, EpisodeEnd)]
+            matrix = tally_games_by_version(ends, policy.of, name, every=policy.every)
             results += [
                 OpponentResult(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
                 for (step, version), tally in matrix.items()
@@ -309,8 +262,8 @@ def tally_games_by_version(
     matrix: dict[tuple[int, PolicyVersion], GameTally] = {}
     for header in headers:
         result = header.result(learner, opponent)
-        if result is not None:
-            key = (result.learner.step - result.learner.step % every, result.opponent)
+        if result is not None and header.committed:
+            key = (result.learner.step // every * every, result.opponent)
             matrix[key] = matrix.get(key, GameTally()).plus(result.score)
     return dict(sorted(matrix.items()))
 
@@ -340,7 +293,7 @@ def run_state(reader: RunReader) -> RunState:
     if not is_running:
         # The clock of the status is that of the last process, with its start.
         seconds = min(max(reader.log.seconds() or 0.0, 0.0), MAX_SECONDS)
-        status = replace(status, waits=(), processes=(), mirrors={}, seconds=seconds)
+        status = replace(status, waits=(), processes=(), seconds=seconds)
     steps = {name: policy.step for name, policy in state.policies.items()}
     if not is_running or (any(steps.values()) and all(steps[name] for name in plan.max_staleness)):
         status = replace(status, pace="")  # the first step was taken after the status was written

@@ -12,11 +12,9 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import verified_control_rows
 from agentrl.inspection.tokens import StepRow, read_step_rows
-from agentrl.observe.metrics import GRADIENT_METRICS, no_gradient_text, verdict_text
+from agentrl.observe.metrics import GRADIENT_METRICS, no_gradient_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from agentrl.inspection.reader import Row, RunReader
 
 
@@ -50,8 +48,6 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     step: int
     metrics: dict[str, float | None]
-    verdict: str = ""
-    """What the evaluation shows against the best version before; empty if it was not compared."""
 
 
 class ConsumedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,13 +90,9 @@ def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
             for step, value in values:
                 evaluations.setdefault((policy, step), {})[name.removeprefix("evaluation/")] = value
     return [
-        EvaluationLine(policy=policy, step=step, metrics=metrics, verdict=_verdict(metrics))
+        EvaluationLine(policy=policy, step=step, metrics=metrics)
         for (policy, step), metrics in sorted(evaluations.items())
     ]
-
-
-def _verdict(metrics: Mapping[str, float | None]) -> str:
-    return verdict_text({f"evaluation/{name}": value for name, value in metrics.items() if value is not None})
 
 
 def step_list(reader: RunReader, policy: str | None = None, *, problems: list[str] | None = None) -> list[StepLine]:
@@ -193,7 +185,7 @@ def _line(
         policy=version.policy,
         lineage=version.lineage,
         step=version.step,
-        survives=any(lineage == version.lineage and first < version.step <= last for lineage, first, last in surviving),
+        survives=any(lineage == version.lineage and first < row["step"] <= last for lineage, first, last in surviving),
         loss=row["loss"],
         grad_norm=row["grad_norm"],
         reward=reward,

@@ -10,13 +10,12 @@ import math
 import sqlite3
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.core.errors import JournalError
-from agentrl.core.holds import AdmissionWait
+from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import (
     STATE_BYTES,
     EpisodeDataLocation,
@@ -34,11 +33,15 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import shorten_lines
 from agentrl.journal.port import (
+    UNNUMBERED,
     Admission,
     AttemptPruning,
     EpisodeEnd,
+    EvaluationBegun,
+    EvaluationEnded,
     FilePruning,
     MetricRow,
+    Repinning,
     StepRow,
     UnitDropped,
     VersionPublication,
@@ -53,29 +56,26 @@ if TYPE_CHECKING:
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NEGATIVE_ZERO = _ENCODER.encode(-0.0)
-_SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
+_SPEC_FIELDS = ("seed", "seats", "group_size", "pins", "fork", "deadline", "waited")
+"""Fields of an `EpisodeSpec` that have no column of their own, in the order in which `admissions.spec` lists them."""
+_SPEC = msgspec.msgpack.Decoder(list[Any])
 
-
-class _OldSpec(msgspec.Struct):
-    """What versions before 0.1 recorded in another form than `EpisodeSpec`."""
-
-    held_by: str = ""
-
-
-_OLD_SPEC = msgspec.msgpack.Decoder(_OldSpec)
 _JSON = msgspec.json.Encoder()
+_TASK_DATA = msgspec.json.Decoder(dict[str, Any])
 _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
 _EARLIER = msgspec.json.Decoder(tuple[RoleMeanAtAdmission, ...])
 _MEMBER_SCORES = msgspec.json.Decoder(tuple[MemberScore, ...])
-_JUDGED_BY = msgspec.json.Decoder(PolicyVersion | None)
 _VERSIONS = msgspec.json.Decoder(tuple[PolicyVersion, ...])
+_VERSIONS_BY_POLICY = msgspec.json.Decoder(dict[str, PolicyVersion])
 _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
+_METRICS = msgspec.json.Decoder(dict[str, float | None])
+_COUNTS = msgspec.json.Decoder(dict[str, PolicyCounts] | None)
 _NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])
 
 
 def row_checksum(table: str, values: Sequence[Any]) -> int:
     """Compute the CRC-32 of a control row: its table and all its other columns."""
-    return _checksum(table, _ENCODER.encode(values))
+    return zlib.crc32(_ENCODER.encode(values), _seed(table))
 
 
 def is_intact(table: str, row: Sequence[Any]) -> bool:
@@ -95,17 +95,18 @@ def with_checksum(table: str, row: Sequence[Any]) -> Sequence[Any]:
     if _NEGATIVE_ZERO in data:
         row = [(value or 0.0) if isinstance(value, float) else value for value in row]
         data = _ENCODER.encode(row)
-    return (*row, _checksum(table, data))
+    return (*row, zlib.crc32(data, _seed(table)))
 
 
-def _checksum(table: str, data: bytes) -> int:
-    return zlib.crc32(data, zlib.crc32(table.encode()))
+@functools.cache
+def _seed(table: str) -> int:
+    return zlib.crc32(table.encode())
 
 
-ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"
+ADMISSION_COLUMNS = "episode attempt purpose environment task data parent group_id spec admitted_at seq"
 EPISODE_COLUMNS = (
     "episode attempt purpose environment task parent group_id seats policies oldest_step lineage reward stop_reason "
-    "drop_reason turns tokens seconds partition entries digest metrics detail committed_at measured_against"
+    "drop_reason turns tokens seconds partition entries digest metrics detail committed_at measured_against counts seq"
 )
 TRAJECTORY_COLUMNS = (
     "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards named_rewards turn_states"
@@ -116,14 +117,16 @@ COLUMNS = {
     "admissions": ADMISSION_COLUMNS,
     "episodes": EPISODE_COLUMNS,
     "trajectories": TRAJECTORY_COLUMNS,
-    "unit_drops": "episode attempt policy reason dropped_at",
-    "proposals": "number episode attempt call environment key structure",
-    "baselines": "group_id finishers earlier",
-    "group_scores": "group_id scorer weight scores note spread judged_by tokens requests seconds",
-    "versions": "policy lineage step parent_lineage parent_step path kind sha256 published_at",
+    "unit_drops": "episode attempt policy reason dropped_at seq",
+    "evaluations": "first began_lineage versions tasks seq",
+    "evaluation_ends": "first seq",
+    "proposals": "number episode attempt call environment key structure seq",
+    "baselines": "group_id finishers earlier seq",
+    "group_scores": "group_id scorer weight scores note seconds seq",
+    "versions": "policy lineage step parent_lineage parent_step path kind sha256 published_at seq",
     "steps": (
         "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
-        " input_digest columns_file metrics stepped_at"
+        " input_digest columns_file metrics stepped_at seq"
     ),
     "step_units": ("policy lineage step position episode attempt seat agent reward advantage baseline turn_advantages"),
     "pruned": "episode attempt rule pruned_at",
@@ -131,6 +134,11 @@ COLUMNS = {
     "metrics": "policy step name value recorded_at",
 }
 """Columns of each table that are written, except the checksum."""
+NUMBERED_TABLES = [table for table, columns in COLUMNS.items() if columns.endswith(" seq")]
+"""Tables whose rows are numbered in the order of the log."""
+
+IGNORED_KEY = "ignored."
+"""Key prefix in `meta` of the numbers of rows that were not written, because a row with their key was there."""
 
 Row = tuple[str, Sequence[Any]]
 """A table, and a row of its columns."""
@@ -139,40 +147,53 @@ Row = tuple[str, Sequence[Any]]
 # --- to rows ----------------------------------------------------------------------------------------------------------
 
 
-def encode_records(records: Iterable[ControlRecord], now: float, learners: Collection[str] | None) -> list[Row]:
-    """Return the rows of records, with their tables.
+def encode_records(
+    records: Iterable[ControlRecord], seq: int, now: float, learners: Collection[str] | None
+) -> tuple[list[Row], int]:
+    """Return the rows of records with their tables, and the number of the next record.
 
     Args:
         records: records of the control log.
+        seq: number of the next record in the log.
         now: time label of the rows.
         learners: see `learning_policies`.
     """
-    return [row for record in records for row in _encode_record(record, now, learners)]
+    rows: list[Row] = []
+    for record in records:
+        rows += _encode_record(record, seq, now, learners)
+        seq += not isinstance(record, UNNUMBERED)
+    return rows, seq
 
 
 def _encode_record(  # noqa: C901, PLR0912 (one case per record)
-    record: ControlRecord, now: float, learners: Collection[str] | None
+    record: ControlRecord, seq: int, now: float, learners: Collection[str] | None
 ) -> Iterable[Row]:
     match record:
         case Admission():
-            yield "admissions", encode_admission_row(record.spec, now)
-        case EpisodeEnd(spec=spec, header=header):
-            row = encode_episode_row(spec, header, record.digest, record.metrics, record.detail, now, learners)
-            yield "episodes", row
-            for trajectory in encode_trajectory_rows(header):
+            yield "admissions", encode_admission_row(record.spec, now, seq)
+        case Repinning():
+            yield "admissions", encode_admission_row(record.spec, record.admitted_at, record.seq)
+        case EpisodeEnd():
+            yield "episodes", encode_episode_row(record, now, seq, learners)
+            for trajectory in encode_trajectory_rows(record.header):
                 yield "trajectories", trajectory
+        case EvaluationBegun():
+            versions = _JSON.encode(record.versions).decode()
+            yield "evaluations", (record.first, record.lineage, versions, record.tasks, seq)
+        case EvaluationEnded():
+            yield "evaluation_ends", (record.first, seq)
         case UnitDropped():
-            yield "unit_drops", (record.episode_id, record.attempt, record.policy, record.reason, now)
+            yield "unit_drops", (record.episode_id, record.attempt, record.policy, record.reason, now, seq)
         case Proposal():
-            yield "proposals", record
+            yield "proposals", (*record, seq)
         case FrozenGroupBaselines():
-            yield "baselines", encode_baselines_row(record)
+            yield "baselines", (*encode_baselines_row(record), seq)
         case GroupScores():
-            yield "group_scores", encode_group_scores_row(record)
+            yield "group_scores", (*encode_group_scores_row(record), seq)
         case VersionPublication():
-            yield "versions", encode_version_row(record.weights, record.parent, now)
+            yield "versions", (*encode_version_row(record.weights, record.parent, now), seq)
         case StepRow():
-            yield "steps", encode_step_row(record, now)
+            yield "steps", (*encode_step_row(record, now), seq)
             for unit in encode_step_unit_rows(record):
                 yield "step_units", unit
         case MetricRow():
@@ -184,10 +205,11 @@ def _encode_record(  # noqa: C901, PLR0912 (one case per record)
             yield "pruned_files", (record.file, record.rule, now)
 
 
-def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
+def encode_admission_row(spec: EpisodeSpec, now: float, seq: int = 0) -> Sequence[Any]:
     """Return the `ADMISSION_COLUMNS` of a spec."""
-    key = (spec.episode_id, spec.attempt, spec.purpose)
-    return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, _ENCODER.encode(spec), float(now))
+    key = (spec.episode_id, spec.attempt, spec.purpose, spec.environment, spec.task.id)
+    others = _ENCODER.encode([getattr(spec, name) for name in _SPEC_FIELDS])
+    return (*key, _JSON.encode(spec.task.data).decode(), spec.parent_id, spec.group_id, others, float(now), seq)
 
 
 def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:
@@ -201,19 +223,12 @@ def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:
     return {name for name, one in policies.items() if isinstance(one, dict) and one.get("kind") == "trained"}
 
 
-def encode_episode_row(
-    spec: EpisodeSpec,
-    header: EpisodeHeader,
-    digest: bytes,
-    metrics: Mapping[str, float],
-    detail: str,
-    now: float,
-    learners: Collection[str] | None,
-) -> Sequence[Any]:
+def encode_episode_row(end: EpisodeEnd, now: float, seq: int, learners: Collection[str] | None) -> Sequence[Any]:
     """Return the `EPISODE_COLUMNS` of a finished episode, with `detail` shortened.
 
     `oldest_step` and `lineage` belong to the oldest weights of the policies in `learners`: frozen weights do not age.
     """
+    spec, header = end.spec, end.header
     units = header.trajectories
     learner_units = [unit for unit in units if learners is None or unit.policy in learners]
     oldest = min(learner_units, key=lambda unit: (unit.lineage, unit.oldest_step), default=None)
@@ -239,11 +254,13 @@ def encode_episode_row(
         float(header.seconds),
         partition,
         entries,
-        digest,
-        _JSON.encode(metrics).decode(),
-        shorten_lines(detail, 4000),  # such as a traceback of some twenty calls
+        end.digest,
+        _JSON.encode(end.metrics).decode(),
+        shorten_lines(end.detail, 4000),  # such as a traceback of some twenty calls
         float(now),
         _JSON.encode(header.measured_against).decode() if header.measured_against else None,
+        None if end.distinct_counts is None else _JSON.encode(end.distinct_counts).decode(),
+        seq,
     )
 
 
@@ -266,12 +283,9 @@ def encode_baselines_row(baselines: FrozenGroupBaselines) -> Sequence[Any]:
 
 def encode_group_scores_row(scores: GroupScores) -> Sequence[Any]:
     """Return the row of a group's scores."""
-    group_id, scorer, weight, members, note, spread, judged_by, tokens, requests, seconds = scores
-    return (
-        *(group_id, scorer, None if weight is None else float(weight), _JSON.encode(members).decode(), note),
-        *(None if spread is None else float(spread), None if judged_by is None else _JSON.encode(judged_by).decode()),
-        *(tokens, requests, float(seconds)),
-    )
+    group_id, scorer, weight, members, note, seconds = scores
+    weight = None if weight is None else float(weight)
+    return group_id, scorer, weight, _JSON.encode(members).decode(), note, float(seconds)
 
 
 def encode_version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
@@ -341,31 +355,17 @@ def decode_admission_row(row: Sequence[Any]) -> EpisodeSpec:
     Raises:
         JournalError: the row is damaged.
     """
-    _verify("admissions", row)
+    verify_row("admissions", row)
+    episode_id, attempt, purpose, environment, task, data, parent, group_id, others, *_ = row
     try:
-        spec = _SPEC.decode(row[7])
-        if b"held_by" in row[7]:
-            wait = AdmissionWait.from_old_text(_OLD_SPEC.decode(row[7]).held_by)
-            spec = replace(spec, waited=() if wait is None else (wait,))
-        _JSON.encode(spec.task.data)  # nothing else checks data that an altered record holds
+        fields: dict[str, Any] = dict(zip(_SPEC_FIELDS, _SPEC.decode(others), strict=False))
+        fields |= {"episode_id": episode_id, "attempt": attempt, "purpose": purpose, "environment": environment}
+        fields |= {"task": {"id": task, "data": _TASK_DATA.decode(data)}, "parent_id": parent, "group_id": group_id}
+        return msgspec.convert(fields, EpisodeSpec)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"episode {row[0]}: its admission record cannot be read ({error}); the journal is damaged"
         ) from error
-    key = (spec.episode_id, spec.attempt, spec.purpose)
-    if (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id) != tuple(row[:7]):
-        raise JournalError(
-            f"episode {row[0]}: the columns of its admission record differ from its spec; it was altered"
-        )
-    return spec
-
-
-def task_data(spec: bytes) -> str | None:
-    """Return the task's data in an encoded spec as JSON, for SQL; None if it cannot be read."""
-    try:
-        return _JSON.encode(_SPEC.decode(spec).task.data).decode()
-    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
-        return None
 
 
 def decode_episode_row(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> EpisodeHeader:
@@ -374,10 +374,10 @@ def decode_episode_row(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]
     Raises:
         JournalError: a row is damaged.
     """
-    _verify("episodes", row)
+    verify_row("episodes", row)
     units = []
     for trajectory in trajectories:
-        _verify("trajectories", trajectory)
+        verify_row("trajectories", trajectory)
         parts = _read_reward_parts(trajectory)
         units.append(TrajectoryHeader(*(*trajectory[2:9], *parts, _read_turn_states(trajectory))))
     return EpisodeHeader(
@@ -397,13 +397,75 @@ def decode_episode_row(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]
     )
 
 
+def decode_end_row(spec: EpisodeSpec, row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> EpisodeEnd:
+    """Read the end of an episode from the rows of `decode_episode_row`.
+
+    Raises:
+        JournalError: a row is damaged.
+    """
+    header = decode_episode_row(row, trajectories)
+    try:
+        metrics = {name: value for name, value in _METRICS.decode(row[20]).items() if value is not None}
+        counts = _COUNTS.decode(row[24] or "null")
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise JournalError(f"episode {row[0]}: its metrics cannot be read ({error}); the journal is damaged") from error
+    return EpisodeEnd(spec=spec, header=header, digest=row[19], metrics=metrics, detail=row[21], counts=counts)
+
+
+def decode_evaluation_row(row: Sequence[Any]) -> EvaluationBegun:
+    """Read the beginning of an evaluation from a row of `evaluations`.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
+    verify_row("evaluations", row)
+    try:
+        versions = _VERSIONS_BY_POLICY.decode(row[2])
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise JournalError(f"the evaluation that began with v{row[0]} cannot be read ({error})") from error
+    return EvaluationBegun(first=row[0], lineage=row[1], versions=versions, tasks=row[3])
+
+
+def decode_version_row(row: Sequence[Any]) -> VersionPublication:
+    """Read a published version from a row of `versions`.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
+    verify_row("versions", row)
+    policy, lineage, step, parent_lineage, parent_step, path, kind, sha256, *_ = row
+    parent = None if parent_lineage is None else PolicyVersion(policy, parent_lineage, parent_step)
+    weights = WeightsRef(version=PolicyVersion(policy, lineage, step), path=path, kind=kind, sha256=sha256)
+    return VersionPublication(weights, parent)
+
+
+def decode_drop_row(row: Sequence[Any]) -> UnitDropped:
+    """Read a row of `unit_drops`.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
+    verify_row("unit_drops", row)
+    return UnitDropped(*row[:4])
+
+
+def decode_proposal_row(row: Sequence[Any]) -> Proposal:
+    """Read a row of `proposals`.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
+    verify_row("proposals", row)
+    return Proposal(*row[:7])
+
+
 def decode_baselines_row(row: Sequence[Any]) -> FrozenGroupBaselines:
     """Read the baseline set from a row of `baselines`.
 
     Raises:
         JournalError: the row is damaged.
     """
-    _verify("baselines", row)
+    verify_row("baselines", row)
     try:
         return FrozenGroupBaselines(row[0], _FINISHERS.decode(row[1]), _EARLIER.decode(row[2]))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
@@ -418,15 +480,15 @@ def decode_group_scores_row(row: Sequence[Any]) -> GroupScores:
     Raises:
         JournalError: the row is damaged.
     """
-    _verify("group_scores", row)
-    group_id, scorer, weight, members, note, spread, judged_by, tokens, requests, seconds, _ = row
+    verify_row("group_scores", row)
+    group_id, scorer, weight, members, note, seconds, *_ = row
     try:
-        scores, judge = _MEMBER_SCORES.decode(members), _JUDGED_BY.decode(judged_by or "null")
+        scores = _MEMBER_SCORES.decode(members)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"group {group_id}: the scores of {scorer} cannot be read ({error}); the journal is damaged"
         ) from error
-    return GroupScores(group_id, scorer, weight, scores, note, spread, judge, tokens, requests, seconds)
+    return GroupScores(group_id, scorer, weight, scores, note, seconds)
 
 
 def _read_measured_against(row: Sequence[Any]) -> tuple[PolicyVersion, ...]:
@@ -468,21 +530,10 @@ def _read_turn_states(trajectory: Sequence[Any]) -> bytes:
     return states
 
 
-CHECKED_TABLES = (
-    "admissions",
-    "episodes",
-    "trajectories",
-    "unit_drops",
-    "proposals",
-    "baselines",
-    "group_scores",
-    "versions",
-    "steps",
-    "step_units",
-    "pruned",
-    "pruned_files",
-)
+CHECKED_TABLES = tuple(table for table in COLUMNS if table not in ("meta", "metrics"))
 """Tables whose rows end with a checksum over all their other columns."""
+HISTORY_TABLES = ("admissions", "episodes", "trajectories", "unit_drops", "proposals", "group_scores", "versions")
+"""Checked tables of which `RunLog.history` consists."""
 INDEXED_TABLES = ("step_units", "proposals")
 """Checked tables with an index; the index has no checksum."""
 
@@ -510,8 +561,8 @@ LINE = (
 """Steps `first < step <= last` of lineages of policies, from a parameter in JSON."""
 
 
-def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Check every row of every checked table against its checksum, the structure of the file, and the indexes that a
+def verify_tables(connection: sqlite3.Connection, path: Path, tables: Iterable[str]) -> None:
+    """Check every row of some checked tables against its checksum, the structure of the file, and the indexes that a
     resume uses: a changed index entry would hide that a unit was trained.
 
     Raises:
@@ -521,11 +572,11 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
         problems = all_rows(connection, path, f"PRAGMA {check}")
         if problems != [("ok",)]:
             raise JournalError(f"{path}: {str(problems[0][0])[:200]}; the file is damaged, restore it from a copy")
-    for table in CHECKED_TABLES:
+    for table in tables:
         try:
             if not _all_hold(connection, table):
                 for row in connection.execute(f"SELECT * FROM {table}"):
-                    _verify(table, row, f"{path}: ")
+                    verify_row(table, row, f"{path}: ")
         except DAMAGE as error:
             raise database_error(path, error) from error
     for policy, lineage, step in all_rows(connection, path, _STEPS_WITH_HOLES):
@@ -546,7 +597,12 @@ def _all_hold(connection: sqlite3.Connection, table: str) -> bool:
         connection.text_factory = tolerant
 
 
-def _verify(table: str, row: Sequence[Any], location: str = "") -> None:
+def verify_row(table: str, row: Sequence[Any], location: str = "") -> None:
+    """Check a row against its checksum.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
     if not is_intact(table, row):
         raise JournalError(
             f"{location}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; it was altered or "

@@ -20,24 +20,24 @@ import hashlib
 import math
 import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from agentrl.core.errors import EntriesError
-from agentrl.core.records import REWARD, ForkPoint, PolicyVersion
+from agentrl.core.records import REWARD, ForkPoint, StopReason
 from agentrl.core.tokens import EncodedTokens, RoutingReference, Tokens, decode_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from agentrl.core.records import EpisodeHeader, GroupScores, Message
 
 Key = TypeVar("Key", int, str)
 
-FORMAT = 2
+FORMAT = 4
 """Journal format. Another value is refused by name."""
-LAST_READERS = {"1": "commit 70fcf8e3"}
+LAST_READERS = {"1": "commit 70fcf8e3", "2": "commit 9a6749a5", "3": "commit d59b0c92"}
 """Last version of agentrl that reads each earlier format."""
 
 REQUEST_VERSION = 1
@@ -265,7 +265,8 @@ class ChildResultEntry(msgspec.Struct, frozen=True, array_like=True, tag="gather
 
 
 class NondeterministicValueEntry(msgspec.Struct, frozen=True, array_like=True, tag="value"):
-    """A value drawn from outside: `now`, `uuid`, the end of a `sleep`."""
+    """A value drawn from outside: `now`, the end of a `sleep`, the order in which strands returned (`gather`), or a
+    `patch`, whose call id is its strand, `@` and its id."""
 
     kind: str
     value: Any
@@ -295,20 +296,10 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
 
     seconds: float = 0.0
     """Time from the request to the arrival of the score."""
-    queued: float = 0.0
-    """Part of `seconds` in which the request waited for its turn."""
     note: str = ""
-    """Explanation for readers, such as a judge's reply."""
+    """Explanation for readers."""
     difference_of: float | None = None
     """The score, where `value` is its difference to the agent's score before it; None: `value` is the score."""
-    tokens: int = 0
-    """Tokens that models computed for the score."""
-    cached: bool = False
-    """Whether the score is that of equal content, and was not asked for again."""
-    judged_by: PolicyVersion | None = None
-    """Oldest version of the judge, if its versions differ: it learns, or is a policy of kind `past`."""
-    requests: int = 0
-    """Requests that the score took, votes and retries included."""
 
     @property
     def score(self) -> float:
@@ -325,28 +316,18 @@ class BranchEntry(msgspec.Struct, frozen=True, array_like=True, tag="branch"):
     """Result of the call. 0 on disk; a branch recalls the entry of its main episode with its own number."""
 
 
-class GatherOrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
-    """The order in which the coroutines of a `gather` ended; not all of them, if one raised."""
+class UnansweredEntry(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The end of a call without a value: cancelled by its program, or refused by a limit."""
 
-    order: tuple[int, ...]
-
-
-class CancelEntry(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """The cancellation of a call in flight by the episode: by its own timeout, or a failing sibling."""
-
-
-class TimeLimitEntry(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
-    """The end of a call by the time limit, in flight or before it began: it raised `LimitReachedError`."""
-
-    stop_reason: str
-    """Stop reason: `time_limit`."""
-    message: str
-
-
-class PatchMarkerEntry(msgspec.Struct, frozen=True, array_like=True, tag="patch"):
-    """A call of `ctx.patched(id)` by a strand that was not replaying. Its call id: strand, `@`, `id`."""
-
-    id: str
+    stop_reason: StopReason | Literal[""] = ""
+    """Reason of the `LimitReachedError` that it raised; `time_limit` if the time limit cut it; empty: cancelled."""
+    message: str = ""
+    """Message of that error."""
+    suspensions: int = 0
+    """For code that runs again on re-execution: the number of its own suspension at which it was cancelled or cut; 0: a
+    call that it made."""
+    state: Any = None
+    """State that the call left of a `snapshot` resource; None if it did not change it."""
 
 
 class PartialTurnTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -371,10 +352,7 @@ EntryBody = (
     | RewardEntry
     | ScoreEntry
     | BranchEntry
-    | GatherOrderEntry
-    | CancelEntry
-    | TimeLimitEntry
-    | PatchMarkerEntry
+    | UnansweredEntry
 )
 
 
@@ -448,16 +426,14 @@ def sum_by_key(values: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     return {key: math.fsum(parts[key]) for key in sorted(parts)}
 
 
-def add_group_scores(
-    header: EpisodeHeader, scores: Sequence[GroupScores], weights: Mapping[str, float]
-) -> EpisodeHeader:
+def add_group_scores(header: EpisodeHeader, scores: Sequence[GroupScores]) -> EpisodeHeader:
     """Return a header whose rewards include the scores of its group. Sums are correctly rounded."""
     by_agent: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
     for group in scores:
         for member in group.scores:
             if member.episode_id == header.episode_id and member.value is not None and group.weight is not None:
                 agent_scores = by_agent.setdefault((member.seat, member.agent), [])
-                agent_scores.append((group.scorer, member.value, group.weight * member.weight))
+                agent_scores.append((group.scorer, member.value, group.weight))
     if not by_agent:
         return header
     trajectories = []
@@ -465,10 +441,7 @@ def add_group_scores(
         agent_scores = by_agent.get((agent.seat, agent.index), [])
         if agent_scores:
             before = [] if agent.reward is None else [agent.reward]
-            named = list(agent.named_rewards)
-            if not named and agent.reward is not None:
-                weight = weights.get(REWARD, 1.0)
-                named = [(REWARD, agent.reward / weight if weight else 0.0)]
+            named = agent.named_rewards or [(REWARD, reward) for reward in before]
             agent = replace(
                 agent,
                 reward=math.fsum([*before, *(value * weight for _, value, weight in agent_scores)]),

@@ -4,7 +4,7 @@ Control records are kept in a list, with the number of them that are on the simu
 those of the SQLite journal, over an in-memory database to which the records on disk are written before each query.
 Records that are not flushed are invisible to readers and lost in a crash.
 
-1. `flush` and `commit_episode` yield to the loop before they take effect, so that interleavings exist.
+1. `flush` and `commit` yield to the loop before they take effect, so that interleavings exist.
 2. A commit puts the entries on disk before itself; one that names entries which were never appended is refused.
 3. Readers see only data on disk.
 """
@@ -21,15 +21,15 @@ from agentrl.core.errors import JournalError, StorageError
 from agentrl.journal import control_rows
 from agentrl.journal.port import AttemptPruning, EpisodeEnd, PruneTotals, VersionPublication
 from agentrl.journal.pruning import PruningSelection
-from agentrl.journal.reader import missing_entries, read_fork_prefix, recorded_score
+from agentrl.journal.reader import missing_entries, read_fork_prefix
 from agentrl.journal.run_log import RunJournal
 from agentrl.journal.schema import CONTROL_FILE, open_database_in_memory
 from agentrl.journal.store import write_control_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Score, WeightsRef
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import ControlRecord, PruneRule
 
@@ -167,7 +167,7 @@ class MemoryJournal(RunJournal):
     Args:
         info: identity of the run, returned by `RunLog.info`.
         keeps: whether anything is stored; False discards every record and entry.
-        failing_commits: numbers of the calls of `commit_episode`, counted from 1, that raise `StorageError` and record
+        failing_commits: numbers of the calls of `commit`, counted from 1, that raise `StorageError` and record
             nothing.
         failing_flushes: numbers of the calls of `flush` of every turn log that raise `StorageError`.
 
@@ -196,6 +196,7 @@ class MemoryJournal(RunJournal):
         self._on_disk = 0
         self._queryable = 0
         """Number of records that are in the database of the queries."""
+        self._next_seq = 0
         self._ended_attempts: set[tuple[str, int]] = set()
         self._info = dict(info or {})
         self._learners = control_rows.learning_policies(self._info)
@@ -211,15 +212,13 @@ class MemoryJournal(RunJournal):
             )
         return self.turn_logs[worker]
 
-    def record(self, *records: ControlRecord) -> None:
+    def write(self, *records: ControlRecord) -> None:
         if self.closed:
             raise JournalError(f"the journal is closed; refused records: {records}")
         if self._keeps:
             self.records.extend(records)
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
+    async def commit(self, end: EpisodeEnd) -> None:
         """Record a committed or dropped episode once its entries are on disk, and wait for the disk.
 
         Raises:
@@ -230,16 +229,17 @@ class MemoryJournal(RunJournal):
         number = self._commits
         await asyncio.sleep(0)
         if not self._keeps:
+            self.record(end)
             return
         for log in self.turn_logs.values():
             await log.flush()
         if number in self._failing_commits:
-            raise StorageError(f"no space left on the simulated disk (commit {number}, episode {spec.episode_id})")
-        self._check_entries(header)
-        key = (spec.episode_id, spec.attempt)
+            raise StorageError(f"no space left on the simulated disk (commit {number}, episode {end.spec.episode_id})")
+        self._check_entries(end.header)
+        key = (end.spec.episode_id, end.spec.attempt)
         if key in self._ended_attempts:
-            raise JournalError(f"episode {spec.episode_id} attempt {spec.attempt} ended twice")
-        self.record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
+            raise JournalError(f"episode {end.spec.episode_id} attempt {end.spec.attempt} ended twice")
+        self.record(end)
         self._ended_attempts.add(key)
         self._on_disk = len(self.records)
 
@@ -286,15 +286,18 @@ class MemoryJournal(RunJournal):
         self._make_queryable()
         return super().rows(statement, *parameters)
 
-    def verify(self) -> None:
+    def verify(self, tables: Iterable[str] = control_rows.CHECKED_TABLES) -> None:
         self._make_queryable()
-        super().verify()
+        super().verify(tables)
 
     def _make_queryable(self) -> None:
-        """Write the records on disk to the database of the queries. Their time labels are their numbers."""
+        """Write the records on disk to the database of the queries. Their time labels are their places."""
         rows: dict[str, list[Any]] = {}
-        for number, record in enumerate(self.records[self._queryable : self._on_disk], self._queryable):
-            for table, row in control_rows.encode_records([record], float(number), self._learners):
+        for place, record in enumerate(self.records[self._queryable : self._on_disk], self._queryable):
+            encoded, self._next_seq = control_rows.encode_records(
+                [record], self._next_seq, float(place), self._learners
+            )
+            for table, row in encoded:
                 rows.setdefault(table, []).append(row)
         for table, of_table in rows.items():
             write_control_rows(self.connection, table, of_table)
@@ -323,11 +326,6 @@ class MemoryJournal(RunJournal):
         ]
         entry_lists = [self.recorded(spec.episode_id, attempt)[0] for spec, attempt in attempts]
         return [[*before, *after] for before, after in zip(inherited, entry_lists, strict=True)]
-
-    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
-        entries = [entry for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]]
-        scores = [entry for entry in entries if entry.request_hash and entry.call_id.endswith(f"?{scorer}")]
-        return {entry.request_hash: recorded_score(entry) for entry in scores[-count:]}
 
     def info(self) -> Mapping[str, Any]:
         return self._info

@@ -1,27 +1,37 @@
-"""The past of a run, from which the parts of its loop restore their state."""
+"""The past of a run, with which its loop is rebuilt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+import contextlib
+import gc
+from collections import Counter
+from typing import TYPE_CHECKING
 
-from agentrl.core import ids
-from agentrl.core.errors import StorageError
+from agentrl.core.errors import JournalError, StorageError
+from agentrl.core.records import GroupScores
 from agentrl.core.text import plural
-from agentrl.journal.entries import add_group_scores
+from agentrl.journal.control_rows import CHECKED_TABLES, HISTORY_TABLES
+from agentrl.journal.port import EpisodeEnd
 
 if TYPE_CHECKING:
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, GroupScores, PolicyVersion
+    from collections.abc import Iterator, Mapping, Sequence, Set
+
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion
     from agentrl.journal.run_log import RunLog
 
-Value = TypeVar("Value")
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Pause Python's garbage collector, which would visit thousands of records over and over while they are made."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class PastRun:
-    """What the journal of a run says at a checkpoint: the episodes that are not finished or not trained yet, and the
-    rows of all others.
+    """What the journal of a run says at a checkpoint, before its loop is rebuilt from `RunLog.history`.
 
     A new run has an empty past, so that a first start and a resume take the same path.
 
@@ -29,100 +39,59 @@ class PastRun:
         log: the run's control log.
         consumed_through: the checkpoint's version of each trainable policy; empty without a checkpoint.
         group_size: size of root groups, `credit.group_size`.
-        reward_weights: weights of named rewards.
 
     Raises:
         JournalError: the control log is damaged.
         StorageError: tokens of episodes to be trained were pruned, because a checkpoint is missing.
     """
 
+    @without_collections()
     def __init__(
         self,
         log: RunLog,
         consumed_through: Mapping[str, PolicyVersion],
         *,
         group_size: int,
-        reward_weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        log.verify()
+        log.verify(set(CHECKED_TABLES).difference(HISTORY_TABLES))
         self.log = log
         self.group_size = group_size
-        self._consumed_through = consumed_through
-        self._reward_weights = reward_weights
+        try:
+            self.records = list(log.history())
+            """Records of the log from which the loop is rebuilt."""
+        except JournalError as error:
+            raise JournalError(f"{log.path}: {error}") from error
+        self.fates: Mapping[tuple[str, str], str | None] = {
+            (policy, episode_id): reason
+            for (episode_id, _, policy), reason in log.resolved_units(consumed_through).items()
+        }
+        """Drop reason of each unit that was resolved, by (policy, episode id); None: it was trained by a step that the
+        checkpoint contains."""
         self.unfinished: Sequence[EpisodeSpec] = log.unfinished()
         """Training episodes, children included, that will continue."""
-        ready = [spec for spec, _ in log.ready_units(consumed_through)]
-        _check_tokens_not_pruned(log, ready)
-        self.open_groups = {spec.group_id for spec in (*ready, *self.unfinished)}
-        """Groups with units that are still to be trained: they will end, or end again, in this attempt of the run."""
-        self.ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = tuple(log.members(self.open_groups))
-        """Committed members of the open groups, without the scores of their groups."""
-        self.group_scores: Mapping[str, Sequence[GroupScores]] = _of_keys(log.group_scores(), self.open_groups)
-        """Scores of each open group."""
-        self.baselines: Mapping[str, FrozenGroupBaselines] = _of_keys(log.baselines(), self.open_groups)
-        """Baselines of each open group."""
-        self.root_tasks = self._root_tasks()
-        """Ids of the tasks of the root episodes of `ended` and `unfinished`, by episode id."""
+        ends = [record for record in self.records if isinstance(record, EpisodeEnd) and record.header.committed]
+        self.ready = [(end.spec, end.header) for end in ends if self._is_ready(end.header, consumed_through.keys())]
+        """Committed episodes with a unit that is to be trained."""
+        _check_tokens_not_pruned(log, [spec for spec, _ in self.ready])
+        self.open_groups = {spec.group_id for spec in (*(spec for spec, _ in self.ready), *self.unfinished)}
+        """Groups with units that are to be trained."""
+        self.ended = [end.spec for end in ends if end.spec.group_id in self.open_groups]
+        """Committed members of the open groups."""
+        self.baselines: Mapping[str, FrozenGroupBaselines] = log.baselines()
+        self.num_scores = Counter(record.group_id for record in self.records if isinstance(record, GroupScores))
+        """Number of recorded scores of each group."""
         self.next_training = -(-log.next_number("e") // group_size) * group_size
         """Number of the next root training episode, the first of its group."""
+
+    def _is_ready(self, header: EpisodeHeader, learners: Set[str]) -> bool:
+        """Whether a unit of an episode is to be trained; without a checkpoint all policies are taken for `learners`."""
+        policies = {each.policy for each in header.trajectories}
+        return any((policy, header.episode_id) not in self.fates for policy in policies & (learners or policies))
 
     def lost_numbers(self) -> Sequence[int]:
         """Return the numbers of root training episodes whose admission never reached the disk. Their entries may be
         there if they ran in a worker process, which does not wait for the admission."""
         return self.log.lost_numbers("e", self.next_training)
-
-    def members(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield all committed training episodes in order of commit, with the headers that the run's parts received:
-        with the scores of their groups, or dropped with a group that could not be scored."""
-        received = self._received_headers()
-        for spec, header in self.log.members():
-            yield spec, received(header)
-
-    def headers_against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """Yield those headers of `members` in which one of these policies acted."""
-        received = self._received_headers()
-        for header in self.log.headers_against(policies):
-            yield received(header)
-
-    def _received_headers(self) -> Callable[[EpisodeHeader], EpisodeHeader]:
-        scores, unscored = self.log.group_scores(), self.log.unscored()
-
-        def received(header: EpisodeHeader) -> EpisodeHeader:
-            drop_reason = unscored.get((header.episode_id, header.attempt))
-            if drop_reason is not None:
-                return replace(header, drop_reason=drop_reason, trajectories=())
-            return add_group_scores(header, scores.get(header.group_id, ()), self._reward_weights)
-
-        return received
-
-    def resolved_units(self, episode_ids: Collection[str]) -> Mapping[tuple[str, str], str | None]:
-        """Map each resolved unit of some episodes, keyed by (policy, episode id), to its drop reason; None: trained."""
-        resolved = self.log.resolved_units(self._consumed_through, episode_ids)
-        return {(policy, episode_id): reason for (episode_id, _, policy), reason in resolved.items()}
-
-    def _root_tasks(self) -> Mapping[str, str]:
-        open_specs = [*(spec for spec, _ in self.ended), *self.unfinished]
-        tasks = _tasks_of_roots(open_specs)
-        roots = {ids.root_episode_id(spec.episode_id) for spec in open_specs}
-        if roots - tasks.keys():  # roots that ended, with children in groups that did not
-            tasks |= _tasks_of_roots(spec for spec, _ in self.log.members() if spec.episode_id in roots)
-        return tasks
-
-
-class Resumable(Protocol):
-    """A part of the loop whose state is restored from the journal."""
-
-    def restore(self, past: PastRun) -> None:
-        """Restore the state that the previous attempts of the run left; called once, before any episode runs."""
-        ...
-
-
-def _of_keys(values: Mapping[str, Value], keys: Collection[str]) -> dict[str, Value]:
-    return {key: value for key, value in values.items() if key in keys}
-
-
-def _tasks_of_roots(specs: Iterable[EpisodeSpec]) -> dict[str, str]:
-    return {spec.episode_id: spec.task.id for spec in specs if spec.parent_id is None}
 
 
 def _check_tokens_not_pruned(log: RunLog, ready: Sequence[EpisodeSpec]) -> None:

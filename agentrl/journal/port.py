@@ -2,7 +2,7 @@
 
 A run has one *control* log with one writer (admissions, commits, drops, versions, steps, metrics) and one *turn* log
 (partition) per worker. `append` and `record` never block and never raise for a full disk: the failure surfaces at the
-next `flush` or `commit_episode`, which wait until everything before them is on disk.
+next `flush` or `commit`, which wait until everything before them is on disk.
 
 There are two journals behind this interface: `journal.store` in SQLite, and `journal.memory`. Both are read through
 `journal.run_log.RunLog`. A worker on another host than the run's writes its turn log over a connection
@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import FrozenGroupBaselines, GroupScores, Proposal
 
 if TYPE_CHECKING:
@@ -44,14 +45,57 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repinning:
+    """Other versions to which a running attempt is pinned, in the place of its admission."""
+
+    spec: EpisodeSpec
+    admitted_at: float
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeEnd:
     """A committed or dropped episode."""
 
     spec: EpisodeSpec
     header: EpisodeHeader
-    digest: bytes
-    metrics: Mapping[str, float]
-    detail: str
+    digest: bytes = b""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    detail: str = ""
+    counts: Mapping[str, PolicyCounts] | None = None
+    """Turns and metrics of each policy that acted; None: each has all turns and metrics."""
+
+    @property
+    def counted(self) -> Mapping[str, PolicyCounts]:
+        """Turns and metrics of each policy that acted."""
+        all_of_them = PolicyCounts(self.header.turns, dict(self.metrics))
+        return self.counts or dict.fromkeys((each.policy for each in self.header.trajectories), all_of_them)
+
+    @property
+    def distinct_counts(self) -> Mapping[str, PolicyCounts] | None:
+        """`counts`, or None if that says the same."""
+        is_plain = list(self.counted.values()) == [PolicyCounts(self.header.turns, dict(self.metrics))]
+        return None if is_plain else self.counts
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationBegun:
+    """An evaluation beside training or between steps, or the rest of one that an earlier process began."""
+
+    first: int
+    """Number that the root episode of the first task has, or would have."""
+    lineage: int
+    """Lineage of the process, whose code and settings give the rewards."""
+    versions: Mapping[str, PolicyVersion]
+    tasks: int
+    """Digest of the tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEnded:
+    """An evaluation whose tasks have all been played; `first` is that of its newest beginning."""
+
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +154,10 @@ class FilePruning:
 
 ControlRecord = (
     Admission
+    | Repinning
     | EpisodeEnd
+    | EvaluationBegun
+    | EvaluationEnded
     | UnitDropped
     | Proposal
     | FrozenGroupBaselines
@@ -121,6 +168,9 @@ ControlRecord = (
     | AttemptPruning
     | FilePruning
 )
+
+UNNUMBERED = (Repinning, MetricRow, AttemptPruning, FilePruning)
+"""Kinds of records that have no number in the order of the log."""
 
 
 # --- pruning ----------------------------------------------------------------------------------------------------------
@@ -143,14 +193,8 @@ class PruneRule:
         """Return, per policy, the last step whose tokens and columns may be removed."""
         if not self.sealed:
             return {}
-        newest = self.sealed[0]
-        steps = {
-            policy: min(
-                [version.step - self.keep, *(versions[policy].step for versions in self.sealed if policy in versions)]
-            )
-            for policy, version in newest.items()
-        }
-        return {policy: max(step, 0) for policy, step in steps.items()}
+        steps = {policy: [cut[policy].step for cut in self.sealed if policy in cut] for policy in self.sealed[0]}
+        return {policy: max(min(newest - self.keep, newest, *older), 0) for policy, (newest, *older) in steps.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,14 +308,12 @@ class WorkerTurnLog(TurnLog, Protocol):
 class CommitLog(Protocol):
     """Records the end of an episode."""
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
+    async def commit(self, end: EpisodeEnd) -> None:
         """Record a committed or dropped episode with its query columns, once its entries are on disk; wait until it is
         durable.
 
-        `detail` explains to people why the episode was dropped; at most 4,000
-        characters are kept, the first line and the last ones.
+        Of `detail`, which explains to people why the episode was dropped, at most 4,000 characters are kept, the first
+        line and the last ones.
         """
         ...
 
@@ -280,21 +322,28 @@ class JournalStore(ABC):
     """Writes a run's journal: the orchestrator's interface.
 
     `record` takes every kind of control record. Only an episode's end, which waits for its entries, has a method of its
-    own: `commit_episode` (see `CommitLog`).
+    own: `commit` (see `CommitLog`).
     """
+
+    apply: Callable[[ControlRecord], None] = staticmethod(lambda record: None)
+    """Receives each record when it is queued, in the order of the log: it changes the state of the run's loop."""
 
     @abstractmethod
     def turn_log(self, worker: str) -> TurnLog:
         """Return the partition of a worker, created if missing."""
 
-    @abstractmethod
     def record(self, *records: ControlRecord) -> None:
-        """Queue records, atomically: after a crash all of them are on disk, or none."""
+        """Queue records, atomically: after a crash all of them are on disk, or none. Then apply them."""
+        self.write(*records)
+        for record in records:
+            self.apply(record)
 
     @abstractmethod
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None: ...
+    def write(self, *records: ControlRecord) -> None:
+        """Queue records."""
+
+    @abstractmethod
+    async def commit(self, end: EpisodeEnd) -> None: ...
 
     @abstractmethod
     async def prune(self, rule: PruneRule, *, should_stop: Callable[[], bool] = lambda: False) -> PruneTotals:

@@ -8,7 +8,6 @@ moved together.
 from __future__ import annotations
 
 import os
-import shlex
 import sqlite3
 import time
 from collections.abc import Callable
@@ -18,18 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from agentrl.core import ids
-from agentrl.core.choices import START_FROM, Choices, run_root
+from agentrl.core.choices import run_root
 from agentrl.core.errors import EntriesError, JournalError, PrunedDataError
 from agentrl.core.ids import is_safe_name
-from agentrl.core.records import Score
 from agentrl.core.text import escape_line, plural
 from agentrl.journal.entries import (
     BeginEntry,
     BranchEntry,
     JournalEntry,
-    NondeterministicValueEntry,
-    ScoreEntry,
     decode_entries,
     encode_body,
     entry_checksum,
@@ -104,27 +99,6 @@ class TurnLogReader:
                 self.check_pruned(key.episode_id, key.attempt)
             _check_committed(key, rows)
         return answer
-
-    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
-        """Return the newest scores of a scorer whose entries have a content hash, by that hash; about `count` of each
-        partition, among its newest entries.
-
-        Raises:
-            JournalError: a partition cannot be read, or an entry does not match its checksum.
-        """
-        scores: dict[bytes, Score] = {}
-        statement = (
-            f"{_SELECT_COLUMNS} FROM entries WHERE id > (SELECT max(id) FROM entries) - ? AND call LIKE ?"
-            " AND length(asked) > 0 ORDER BY id DESC LIMIT ?"
-        )
-        for partition in sorted(self._directory.glob("turns-*.db")):
-            path, connection = self._open(partition.name)
-            # Entries of scores are rare among others: a window keeps the scan short.
-            for row in all_rows(connection, path, statement, 64 * count, f"%?{scorer}", count):
-                entry = verified_entry(path, row)
-                if entry.call_id.endswith(f"?{scorer}"):
-                    scores.setdefault(entry.request_hash, recorded_score(entry))
-        return scores
 
     def beginnings(self, keys: Sequence[AttemptLocation]) -> list[JournalEntry]:
         """Return the first entries of episodes, as far as they can be read; unordered."""
@@ -259,7 +233,7 @@ AT_END = "end"
 
 def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
     """Read the entries before a fork point in order, including each ancestor's `begin`. Those of a branch end with the
-    call that started it; those of a resampled turn, with scores of earlier turns.
+    call that started it.
 
     Args:
         journal: directory to which the point's journal directory is relative.
@@ -282,13 +256,7 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
     end = len(entries) if is_at_end else calls.index(point.call_id)
     prefix = entries[:end]
-    if point.resample_weight:  # scores of the turns before may have arrived later
-        turns = {
-            ids.score_call_id(seat, agent, turn, "") for seat, agent, count in point.turns for turn in range(count)
-        }
-        late = (entry for entry in entries[end:] if ids.is_score(entry.call_id))
-        prefix += [entry for entry in late if f"{entry.call_id.partition('?')[0]}?" in turns]
-    if point.branch and not point.resample_weight:  # the branch recalls the call that started it, with another result
+    if point.branch:  # the branch recalls the call that started it, with another result
         body = encode_body(BranchEntry((), point.branch))
         prefix.append(msgspec.structs.replace(entries[end], body=body))
     return (
@@ -298,37 +266,18 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
     )
 
 
-def recorded_score(entry: JournalEntry) -> Score:
-    """Return the score that an entry records, as a cached one.
-
-    Raises:
-        JournalError: the entry is damaged.
-    """
-    body = entry.decode()
-    if isinstance(body, ScoreEntry):
-        return Score(body.score, body.note, cached=True, judged_by=body.judged_by, content=entry.request_hash)
-    value = body.value if isinstance(body, NondeterministicValueEntry) and isinstance(body.value, float) else None
-    return Score(value, cached=True, content=entry.request_hash)
-
-
 def referred_journal(journal: Path, reference: str) -> Path:
     """Return the journal directory to which a fork point in `journal` refers.
 
     Raises:
-        JournalError: it is outside of the run, and not in a run that this user's training began from.
+        JournalError: it is outside of the run.
     """
     path = Path(os.path.normpath(journal / reference))
-    if path.resolve() == journal.resolve():
-        return path
-    run, other = run_root(journal.parent), run_root(path.parent)
-    if other != run and not Choices.of(run).allow_run(other):
+    root = run_root(journal.parent)
+    if path.resolve() not in (journal.resolve(), root / "journal", root / "forks" / "journal"):
         raise JournalError(
-            f"{journal}: an episode begins with turns of another run, {escape_line(str(other))}, which only the "
-            f"journal names. If you trust it: agentrl episode replay {shlex.quote(str(run))} EPISODE "
-            f"--{START_FROM}={shlex.quote(escape_line(str(other)))}"
+            f"{journal}: an episode begins with turns in {escape_line(str(path))}, which is no journal of this run"
         )
-    if path.resolve() not in (other / "journal", other / "forks" / "journal"):
-        raise JournalError(f"{journal}: an episode begins with turns in {path}, which is no journal of a run")
     return path
 
 

@@ -32,8 +32,6 @@ class ClientRequest(NamedTuple):
 
     id: str
     """Id of the request, the same for every repetition of it."""
-    owner: str
-    """Name of the key with which it was sent."""
     route: str
     subject: str
     """Id of what the request acts on, such as a model; requests on one subject are executed by their sequence."""
@@ -161,11 +159,6 @@ class RequestLog:
         rows = self._rows(f"{_SELECT_REQUEST} WHERE id = ?", request_id)
         return ClientRequest(*self._verified("requests", rows[0])) if rows else None
 
-    def owner(self, request_id: str) -> str | None:
-        """Return the owner of a request on disk; None if there is none."""
-        rows = self._rows("SELECT owner FROM requests WHERE id = ?", request_id)
-        return str(rows[0][0]) if rows else None
-
     def last_received(self, subject: str) -> float:
         """Return the wall-clock time of the last request on a subject."""
         newest = "(SELECT max(number) FROM requests WHERE subject = ?)"  # by the index, without reading bodies
@@ -211,13 +204,13 @@ class RequestLog:
         return values
 
 
-_SELECT_REQUEST = "SELECT id, owner, route, subject, sequence, body, received_at, checksum FROM requests"
+_SELECT_REQUEST = "SELECT id, route, subject, sequence, body, received_at, checksum FROM requests"
 
 
 def write_request_rows(connection: sqlite3.Connection, table: str, items: list[tuple[Any, ...]]) -> None:
     """Insert requests or results; of two with one id the first stays."""
     names = {
-        "requests": "id, owner, route, subject, sequence, body, received_at",
+        "requests": "id, route, subject, sequence, body, received_at",
         "results": "id, kind, body, finished_at",
     }[table]
     marks = ", ".join("?" * (names.count(",") + 2))

@@ -7,7 +7,9 @@ count. Units of any other step are ready again.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
+import operator
 import sqlite3
 from abc import abstractmethod
 from pathlib import Path, PurePath
@@ -16,39 +18,46 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.core import ids
-from agentrl.core.errors import SCORER_FAILED, VERSION_GONE, ConfigError, JournalError
+from agentrl.core.errors import ConfigError, JournalError
 from agentrl.core.masking import mask_secrets
-from agentrl.core.records import PolicyVersion, Proposal, WeightsRef
+from agentrl.core.records import Lines, PolicyVersion, WeightsRef
 from agentrl.core.setting_paths import set_value
 from agentrl.journal.control_rows import (
-    ADMISSION_COLUMNS,
-    EPISODE_COLUMNS,
-    LINE,
-    TRAJECTORY_COLUMNS,
-    UNRESOLVED_QUERY,
+    CHECKED_TABLES,
+    IGNORED_KEY,
+    NUMBERED_TABLES,
     decode_admission_row,
     decode_baselines_row,
+    decode_drop_row,
+    decode_end_row,
     decode_episode_row,
+    decode_evaluation_row,
     decode_group_scores_row,
-    task_data,
+    decode_proposal_row,
+    decode_version_row,
+    verify_row,
     verify_tables,
 )
-from agentrl.journal.port import JournalStore
+from agentrl.journal.port import Admission, JournalStore, Repinning
 from agentrl.journal.reader import verified_entry
-from agentrl.journal.schema import CONTROL_FILE, all_rows, open_database_to_read, read_meta_table
+from agentrl.journal.schema import (
+    CONTROL_FILE,
+    all_rows,
+    open_database_to_read,
+    read_meta_table,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from agentrl.core.records import (
         EpisodeHeader,
         EpisodeSpec,
         FrozenGroupBaselines,
-        GroupScores,
         Purpose,
-        Score,
     )
     from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.port import ControlRecord, EpisodeEnd, EvaluationBegun
 
 START_KEY = "life."
 """Key prefix of the starts of the run in `meta`; the lineage follows."""
@@ -124,19 +133,12 @@ UnitKey = tuple[str, int, str]
 """Episode id, attempt and policy."""
 
 
-def _columns(table: str, columns: str) -> str:
-    return ", ".join(f"{table}.{name}" for name in [*columns.split(), "checksum"])
-
-
-_ADMISSION = _columns("a", ADMISSION_COLUMNS)
-_EPISODE = _columns("e", EPISODE_COLUMNS)
-_TRAJECTORY = _columns("t", TRAJECTORY_COLUMNS)
-_ADMISSION_WIDTH = len(_ADMISSION.split(","))
-_CHUNK = 500
-
-_KEY_CONDITION = "{0}.episode = json_extract(asked.value, '$[0]') AND {0}.attempt = json_extract(asked.value, '$[1]')"
-"""Join condition of a table with a JSON parameter of keys."""
-_IN_ORDER_OF_COMMIT = " ORDER BY committed_at, length(episode), episode"
+_SUPERSEDED = "SELECT 1 FROM admissions b WHERE b.episode = {0}.episode AND b.attempt > {0}.attempt"
+_NUMBERS = (
+    f" FROM ({' UNION ALL '.join(f'SELECT seq FROM {table}' for table in NUMBERED_TABLES)} UNION ALL"
+    f" SELECT CAST(substr(key, {len(IGNORED_KEY) + 1}) AS INTEGER) FROM meta WHERE key GLOB '{IGNORED_KEY}*')"
+)
+"""The numbers of the log, as `seq`: those of its rows, and of records whose key had a row."""
 _NUMBER = "CAST(substr(episode, ?) AS INTEGER)"
 _IS_ROOT = "episode GLOB ? AND substr(episode, ?) NOT GLOB '*[^0-9]*'"
 
@@ -166,13 +168,13 @@ class RunLog:
         """
         return all_rows(self.connection, self.path, statement, *parameters)
 
-    def verify(self) -> None:
-        """Check every row against its checksum before a run resumes from them.
+    def verify(self, tables: Iterable[str] = CHECKED_TABLES) -> None:
+        """Check the structure of the file, and every row of some tables against its checksum.
 
         Raises:
             JournalError: a row, or the structure of the file, is damaged.
         """
-        verify_tables(self.connection, self.path)
+        verify_tables(self.connection, self.path, tables)
 
     def check_partition(self, name: str) -> None:
         """Refuse to re-create a missing partition that held committed episodes.
@@ -253,9 +255,14 @@ class RunLog:
         Raises:
             JournalError: the record was altered or is damaged.
         """
-        statement = f"SELECT {_ADMISSION} FROM admissions a WHERE a.episode = ? AND a.attempt = ?"
-        rows = self.rows(statement, episode_id, attempt)
+        rows = self.rows("SELECT * FROM admissions WHERE episode = ? AND attempt = ?", episode_id, attempt)
         return decode_admission_row(rows[0]) if rows else None
+
+    def repinning(self, spec: EpisodeSpec) -> Repinning:
+        """Return the record that gives the admission of an attempt the pins of `spec`."""
+        statement = "SELECT admitted_at, seq FROM admissions WHERE episode = ? AND attempt = ?"
+        ((admitted_at, seq),) = self.rows(statement, spec.episode_id, spec.attempt)
+        return Repinning(spec=spec, admitted_at=admitted_at, seq=seq)
 
     def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
         """Return the episodes of a purpose, children included, whose newest attempt has not ended, in order of
@@ -265,113 +272,42 @@ class RunLog:
             JournalError: a record was altered or is damaged.
         """
         statement = (
-            f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = ?"
+            "SELECT * FROM admissions a WHERE a.purpose = ?"
             " AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)"
-            " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
-            " ORDER BY a.admitted_at, length(a.episode), a.episode"
+            f" AND NOT EXISTS ({_SUPERSEDED.format('a')}) ORDER BY a.seq"
         )
         specs = [decode_admission_row(row) for row in self.rows(statement, purpose)]
         for spec in specs:
-            if not ids.is_numbered(spec.episode_id):
+            number = ids.root_episode_id(spec.episode_id)[1:]
+            if not (number.isascii() and number.isdecimal()):
                 raise JournalError(f"{self.path}: {spec.episode_id[:100]!r} is no name of an episode; it was altered")
         return specs
 
-    def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
-        """Return the headers of the ended children of some episodes, by id; unfinished ones are left out."""
-        if not parents:
-            return {}
-        statement = (
-            "SELECT e.episode, e.attempt FROM episodes e WHERE e.parent IN (SELECT value FROM json_each(?)) AND NOT"
-            " EXISTS (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
+    def ended_children(self, parent: str) -> dict[str, EpisodeHeader]:
+        """Return the headers of the ended children of an episode, by id; unfinished ones are left out."""
+        is_child = f"e.parent = ? AND NOT EXISTS ({_SUPERSEDED.format('e')})"
+        rows = self.rows(f"SELECT e.* FROM episodes e WHERE {is_child} ORDER BY e.seq", parent)
+        trajectories = self.rows(
+            "SELECT t.* FROM episodes e JOIN trajectories t ON t.episode = e.episode AND t.attempt = e.attempt"
+            f" WHERE {is_child} ORDER BY t.episode, t.seat, t.agent",
+            parent,
         )
-        children = self._read_ended_attempts(self.rows(statement, json.dumps(sorted(parents))))
-        return {header.episode_id: header for _, header in children}
+        return {row[0]: decode_episode_row(row, [each for each in trajectories if each[0] == row[0]]) for row in rows}
 
-    def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
+    def evaluations(self) -> list[tuple[int, EvaluationBegun, bool]]:
+        """Return number and record of the beginnings of evaluations, in order, and whether each was played to its end.
 
-        Args:
-            consumed_through: the manifest's version of each trainable policy; units of other policies are frozen and
-                never ready. Empty if there is no manifest yet, so that nothing was consumed.
-
-        Yields:
-            Specs and headers in order of commit; `resolved_units` tells which of an episode's units are ready.
+        Raises:
+            JournalError: a record was altered or is damaged.
         """
-        lines = [[policy, *part] for policy, version in consumed_through.items() for part in self.surviving(version)]
-        trainable = " AND t.policy IN (SELECT value FROM json_each(?))" if consumed_through else ""
-        statement = (
-            f"WITH {LINE} SELECT DISTINCT t.episode, t.attempt FROM trajectories t JOIN episodes e"
-            " ON e.episode = t.episode AND e.attempt = t.attempt"
-            f" WHERE e.purpose = 'train' AND e.drop_reason IS NULL{trainable} AND{UNRESOLVED_QUERY}"
-        )
-        values = [json.dumps(lines), *([json.dumps(sorted(consumed_through))] if consumed_through else [])]
-        yield from self._read_ended_attempts(self.rows(statement, *values))
-
-    def members(
-        self, group_ids: Collection[str] | None = None, purpose: Purpose = "train"
-    ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield committed episodes of a purpose and some groups, or all, in order of commit, regardless of the fate of
-        their units.
-
-        A resumed run compares the rest of a group with all its members again.
-        """
-        statement = "SELECT episode, attempt FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
-        if group_ids is None:
-            yield from self._read_ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT, purpose), ordered=True)
-            return
-        among = " AND group_id IN (SELECT value FROM json_each(?))"
-        yield from self._read_ended_attempts(self.rows(statement + among, purpose, json.dumps(sorted(group_ids))))
-
-    def ended_evaluations(self) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield the newest attempts of the evaluation episodes that ended, dropped ones included, in order of
-        commit."""
-        statement = (
-            "SELECT episode, attempt FROM episodes e WHERE purpose = 'evaluate' AND NOT EXISTS"
-            " (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
-        )
-        yield from self._read_ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
-
-    def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
-        headers; None if one has not ended."""
-        order = "(SELECT min(b.admitted_at) FROM admissions b WHERE b.episode = a.episode)"
-        statement = (
-            f"SELECT a.episode, a.attempt FROM admissions a WHERE a.purpose = 'train'"
-            " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
-            f" ORDER BY {order} DESC, length(a.episode) DESC, a.episode DESC LIMIT ?"
-        )
-        keys = self.rows(statement, -1 if newest is None else newest)[::-1]
-        for start in range(0, len(keys), _CHUNK):
-            chunk = keys[start : start + _CHUNK]
-            headers = {(header.episode_id, header.attempt): header for _, header in self._read_ended_attempts(chunk)}
-            for spec in self._specs(chunk):
-                yield spec, headers.get((spec.episode_id, spec.attempt))
+        ended = {first for (first,) in self.rows("SELECT first FROM evaluation_ends")}
+        rows = self.rows("SELECT * FROM evaluations ORDER BY seq")
+        return [(row[-2], decode_evaluation_row(row), row[0] in ended) for row in rows]
 
     def baselines(self) -> dict[str, FrozenGroupBaselines]:
         """Return the baselines of groups, keyed by group."""
-        rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
+        rows = self.rows("SELECT * FROM baselines")
         return {row[0]: decode_baselines_row(row) for row in rows}
-
-    def group_scores(self) -> dict[str, list[GroupScores]]:
-        """Return the scores of groups, keyed by group, sorted by scorer."""
-        scores_by_group: dict[str, list[GroupScores]] = {}
-        columns = "group_id, scorer, weight, scores, note, spread, judged_by, tokens, requests, seconds, checksum"
-        for row in self.rows(f"SELECT {columns} FROM group_scores ORDER BY group_id, scorer"):
-            scores_by_group.setdefault(row[0], []).append(decode_group_scores_row(row))
-        return scores_by_group
-
-    def unscored(self) -> dict[tuple[str, int], str]:
-        """Map committed episodes that were dropped with a group that could not be scored, by id and attempt, to the
-        drop reason."""
-        statement = "SELECT DISTINCT episode, attempt, reason FROM unit_drops WHERE reason IN (?, ?)"
-        return {
-            (episode, attempt): reason for episode, attempt, reason in self.rows(statement, SCORER_FAILED, VERSION_GONE)
-        }
-
-    def metric_total(self, name: str) -> float:
-        """Return the sum of a metric over all episodes that ended."""
-        path = f'$."{name}"'
-        return float(self.rows("SELECT coalesce(sum(json_extract(metrics, ?)), 0) FROM episodes", path)[0][0])
 
     def recorded_metric(self, policy: str, name: str, step: int) -> float | None:
         """Return the newest value of a policy's metric at a step or before it; None if there is none."""
@@ -379,108 +315,18 @@ class RunLog:
             "SELECT value FROM metrics WHERE policy = ? AND name = ? AND step <= ? ORDER BY step DESC, id DESC LIMIT 1",
             *(policy, name, step),
         )
-        return None if not rows else rows[0][0]
+        return next((value for (value,) in rows), None)
 
-    def metric_rows(self, policy: str, name: str) -> list[tuple[int, Any]]:
-        """Return step and value of all records of a policy's metric, oldest first, records that a resume has undone
-        included."""
-        return self.rows("SELECT step, value FROM metrics WHERE policy = ? AND name = ? ORDER BY id", policy, name)
-
-    def episode_metrics(self, episode_ids: Collection[str]) -> dict[str, dict[str, float]]:
-        """Return the metrics of committed episodes, by id."""
-        statement = (
-            "SELECT episode, metrics FROM episodes WHERE drop_reason IS NULL"
-            " AND episode IN (SELECT value FROM json_each(?)) ORDER BY attempt"
-        )
-        metrics = {}
-        for episode_id, text in self.rows(statement, json.dumps(sorted(episode_ids))):
-            try:
-                values = msgspec.json.decode(text, type=dict[str, float | None])
-            except msgspec.MsgspecError as error:
-                raise JournalError(f"{self.path}: the metrics of {episode_id} are damaged: {error}") from error
-            metrics[episode_id] = {name: value for name, value in values.items() if value is not None}
-        return metrics
-
-    def headers_against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """Yield committed training episodes in which one of these policies acted, in order of commit."""
-        if policies:
-            statement = (
-                "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL AND"
-                " (episode, attempt) IN (SELECT episode, attempt FROM trajectories"
-                " WHERE policy IN (SELECT value FROM json_each(?)))"
-            )
-            rows = self.rows(statement + _IN_ORDER_OF_COMMIT, json.dumps(sorted(policies)))
-            for _, header in self._read_ended_attempts(rows, ordered=True):
-                yield header
-
-    def _specs(self, keys: Sequence[tuple[str, int]]) -> list[EpisodeSpec]:
-        """Return the specs of admitted attempts, at most `_CHUNK`, in the order of the keys."""
-        statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_KEY_CONDITION.format('a')}"
-        rows_by_key = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
-        if len(rows_by_key) < len(keys):
-            raise JournalError(
-                f"{self.path}: an index refers to admissions that do not exist; restore the file from a copy"
-            )
-        return [decode_admission_row(rows_by_key[key[0], key[1]]) for key in keys]
-
-    def _read_ended_attempts(
-        self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
-    ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield the attempts that ended, in order of commit; `ordered` states that the keys have that order."""
-        parts = (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
-        if not ordered and len(keys) > _CHUNK:
-            statement = (
-                f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_KEY_CONDITION.format('e')}"
-            )
-            rows = self.rows(statement + " ORDER BY e.committed_at, length(e.episode), e.episode", json.dumps(keys))
-            yield from self._read_ended_attempts(rows, ordered=True)
-            return
-        for part in parts:
-            keys_json = json.dumps(part)
-            trajectories: dict[tuple[str, int], list[Any]] = {}
-            statement = (
-                f"SELECT {_TRAJECTORY} FROM json_each(?) asked JOIN trajectories t ON {_KEY_CONDITION.format('t')}"
-                " ORDER BY t.episode, t.attempt, t.seat, t.agent"
-            )
-            for row in self.rows(statement, keys_json):
-                trajectories.setdefault((row[0], row[1]), []).append(row)
-            statement = (
-                f"SELECT {_ADMISSION}, {_EPISODE} FROM json_each(?) asked"
-                f" JOIN episodes e ON {_KEY_CONDITION.format('e')}"
-                " JOIN admissions a ON a.episode = e.episode AND a.attempt = e.attempt"
-                " ORDER BY e.committed_at, length(e.episode), e.episode"
-            )
-            for row in self.rows(statement, keys_json):
-                attempt_trajectories = trajectories.get((row[0], row[1]), [])
-                yield (
-                    decode_admission_row(row[:_ADMISSION_WIDTH]),
-                    decode_episode_row(row[_ADMISSION_WIDTH:], attempt_trajectories),
-                )
-
-    def resolved_units(
-        self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
-    ) -> dict[UnitKey, str | None]:
-        """Map each resolved unit to None if it was consumed along the surviving lineage of `consumed_through`, else to
-        its drop reason.
-
-        Args:
-            consumed_through: the manifest's version of each trainable policy.
-            among: units of these episodes only.
-        """
-        arguments = [] if among is None else [json.dumps(sorted(among))]
-        of_these = "" if among is None else " AND episode IN (SELECT value FROM json_each(?))"
-        rows = self.rows(f"SELECT episode, attempt, policy, reason FROM unit_drops WHERE 1{of_these}", *arguments)
-        reasons: dict[UnitKey, str | None] = {
-            (episode, attempt, policy): reason for episode, attempt, policy, reason in rows
-        }
+    def resolved_units(self, consumed_through: Mapping[str, PolicyVersion]) -> dict[UnitKey, str | None]:
+        """Map each resolved unit to None if it was consumed along the surviving lineage of `consumed_through`, the
+        manifest's version of each trainable policy, else to its drop reason."""
+        rows = self.rows("SELECT episode, attempt, policy, reason FROM unit_drops")
+        reasons: dict[UnitKey, str | None] = {tuple(unit): reason for *unit, reason in rows}
+        line = "policy = ? AND lineage = ? AND step > ? AND step <= ?"
         for policy, version in consumed_through.items():
             for part in self.surviving(version):
-                statement = (
-                    "SELECT DISTINCT episode, attempt FROM step_units"
-                    f" WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?{of_these}"
-                )
-                for episode, attempt in self.rows(statement, policy, *part, *arguments):
-                    reasons[episode, attempt, policy] = None
+                consumed = self.rows(f"SELECT DISTINCT episode, attempt FROM step_units WHERE {line}", policy, *part)
+                reasons |= {(episode, attempt, policy): None for episode, attempt in consumed}
         return reasons
 
     def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
@@ -489,52 +335,30 @@ class RunLog:
         return set(map(tuple, self.rows(statement, json.dumps(sorted(episodes)))))
 
     def surviving(self, version: PolicyVersion) -> list[tuple[int, int, int]]:
-        """Return the line of steps that led to `version`, newest first: (lineage, first, last) means steps first < s ≤
-        last.
+        """Return the line of steps that led to `version`; see `Lines.line`.
 
         Raises:
-            JournalError: the tree of versions is broken or has a cycle.
+            JournalError: no version of its lineage was published, although steps were taken.
         """
-        line: list[tuple[int, int, int]] = []
-        lineage, last = version.lineage, version.step
-        self._check_numbers(version.policy, lineage, last)
-        while True:
-            statement = (
-                "SELECT step, parent_lineage, parent_step FROM versions"
-                " WHERE policy = ? AND lineage = ? AND step <= ? ORDER BY step LIMIT 1"
-            )
-            rows = self.rows(statement, version.policy, lineage, last)
-            if not rows and not line and not self._has_steps(version.policy, lineage):
-                return [(lineage, -1, last)]  # killed before its first version was on disk, so nothing was consumed
-            if not rows:
-                raise JournalError(
-                    f"{self.path}: version {version.policy}@{lineage}.{last} was never published in this run"
-                )
-            first, parent_lineage, parent_step = rows[0]
-            self._check_numbers(version.policy, first, *([] if parent_lineage is None else rows[0][1:]))
-            if parent_lineage is None or (parent_lineage == lineage == 0 and parent_step < first):
-                # Lineage 0 begins with the base model, even if that is not recorded.
-                line.append((lineage, -1, last))
-                return line
-            if parent_lineage >= lineage:
-                raise JournalError(
-                    f"{self.path}: version {version.policy}@{lineage}.{first} has no parent lineage; the versions "
-                    "table was altered or is damaged"
-                )
-            line.append((lineage, parent_step, last))
-            lineage, last = parent_lineage, parent_step
+        of_lineage = "policy = ?1 AND lineage = ?2"
+        unknown = f"{of_lineage} AND NOT EXISTS (SELECT 1 FROM versions WHERE {of_lineage}) LIMIT 1"
+        if self.rows(f"SELECT 1 FROM step_units WHERE {unknown}", version.policy, version.lineage):
+            raise JournalError(f"{self.path}: version {version} was never published in this run")
+        return self.lines().line(version)
 
-    def parents(self) -> dict[tuple[str, int], PolicyVersion]:
-        """Return the version that each (policy, lineage) except the first started from."""
-        statement = (
-            "SELECT policy, lineage, parent_lineage, parent_step FROM versions"
-            " WHERE parent_lineage IS NOT NULL AND parent_lineage < lineage"
-        )
-        versions: dict[tuple[str, int], PolicyVersion] = {}
-        for policy, lineage, parent_lineage, parent_step in self.rows(statement):
-            self._check_numbers(policy, lineage, parent_lineage, parent_step)
-            versions[policy, lineage] = PolicyVersion(policy, parent_lineage, parent_step)
-        return versions
+    def lines(self) -> Lines:
+        """Return the tree of the run's lineages.
+
+        Raises:
+            JournalError: a version has no numbers.
+        """
+        statement = "SELECT policy, lineage, step, parent_lineage, parent_step, sha256 FROM versions"
+        lines = Lines()
+        for policy, lineage, step, *parent, sha256 in self.rows(f"{statement} ORDER BY lineage, step"):
+            self._check_numbers(policy, lineage, step, *(number for number in parent if number is not None))
+            before = None if parent[0] is None else PolicyVersion(policy, *parent)
+            lines.add(PolicyVersion(policy, lineage, step), before, sha256)
+        return lines
 
     def _check_numbers(self, policy: str, *numbers: Any) -> None:
         """Check the types of numbers: SQLite accepts any type in any column, and this reads without checksums."""
@@ -545,35 +369,69 @@ class RunLog:
                 "the versions table was altered or is damaged"
             )
 
-    def _has_steps(self, policy: str, lineage: int) -> bool:
-        return bool(self.rows("SELECT 1 FROM step_units WHERE policy = ? AND lineage = ? LIMIT 1", policy, lineage))
+    def history(self, purpose: Purpose = "train", since: int = 0) -> Iterator[ControlRecord]:
+        """Yield what the state of the run's loop is made of, in the order of the log: admissions and ends of training
+        episodes, scores of groups, dropped units, proposals and published versions, after a check of all rows of
+        `HISTORY_TABLES`; of another purpose, admissions and ends, from the record with the number `since`. The end of a
+        superseded attempt is left out.
 
-    def proposals(self, newest: int | None = None) -> list[Proposal]:
-        """Return the newest proposals that the run remembers, or all, and those of unfinished attempts, in recorded
-        order.
-
-        Proposals of dropped or replaced attempts are forgotten.
+        Raises:
+            JournalError: a record was altered or is damaged, or an episode ended before it was admitted.
         """
-        ended_query = "SELECT 1 FROM episodes e WHERE e.episode = p.episode AND e.attempt = p.attempt"
-        replaced_query = "SELECT 1 FROM admissions a WHERE a.episode = p.episode AND a.attempt > p.attempt"
-        source = (
-            f"FROM proposals p WHERE NOT EXISTS ({ended_query} AND e.drop_reason IS NOT NULL)"
-            f" AND NOT EXISTS ({replaced_query})"
-        )
-        oldest = 0
-        if newest is not None:
-            rows = self.rows(f"SELECT number {source} ORDER BY number DESC LIMIT 1 OFFSET ?", newest - 1)
-            oldest = rows[0][0] if rows else 0
-        statement = (
-            f"SELECT number, episode, attempt, call, environment, key, structure {source}"
-            f" AND (number >= ? OR NOT EXISTS ({ended_query})) ORDER BY number, episode, attempt, call"
-        )
-        try:
-            return msgspec.convert(self.rows(statement, oldest), list[Proposal])
-        except msgspec.ValidationError as error:
-            raise JournalError(
-                f"{self.path}: a record in `proposals` cannot be read ({error}); it is damaged"
-            ) from error
+        newest: dict[str, EpisodeSpec] = {}
+        trajectories: dict[tuple[str, int], list[Any]] = {}
+
+        def admission(row: Any) -> Admission | None:
+            if row[2] != purpose:
+                verify_row("admissions", row)
+                return None
+            spec = newest[row[0]] = decode_admission_row(row)
+            return Admission(spec=spec)
+
+        def end(row: Any) -> EpisodeEnd | None:
+            spec = newest.get(row[0])
+            if spec is not None and spec.attempt == row[1]:
+                return decode_end_row(spec, row, trajectories.pop((row[0], row[1]), ()))
+            verify_row("episodes", row)
+            if row[2] == purpose and not since and (spec is None or spec.attempt < row[1]):
+                raise JournalError(f"record {row[-2]} is the end of {row[0]}, which was not admitted yet")
+            return None
+
+        ended = "(episode, attempt) IN (SELECT episode, attempt FROM episodes WHERE purpose = ?1 AND seq >= ?2)"
+        for row in self.rows(f"SELECT * FROM trajectories WHERE ?1 = 'train' OR {ended}", purpose, since):
+            trajectories.setdefault((row[0], row[1]), []).append(row)  # sorted by seat and agent, as their key is
+        decoders: Mapping[str, Callable[[Any], ControlRecord | None]] = {
+            "admissions WHERE (?1 = 'train' OR purpose = ?1) AND": admission,
+            "episodes WHERE (?1 = 'train' OR purpose = ?1) AND": end,
+            "unit_drops WHERE ?1 = 'train' AND": decode_drop_row,
+            "proposals WHERE ?1 = 'train' AND": decode_proposal_row,
+            "group_scores WHERE ?1 = 'train' AND": decode_group_scores_row,
+            "versions WHERE ?1 = 'train' AND": decode_version_row,
+        }
+        rows = [
+            (row[-2], decode, row)
+            for table, decode in decoders.items()
+            for row in self.rows(f"SELECT * FROM {table} seq >= ?2", purpose, since)
+        ]
+        rows.sort(key=operator.itemgetter(0))
+        for _, decode, row in rows:
+            if (record := decode(row)) is not None:
+                yield record
+        for row in itertools.chain(*trajectories.values()):
+            verify_row("trajectories", row)
+
+    def next_seq(self) -> int:
+        """Return the number of the next record of the log.
+
+        Raises:
+            JournalError: a number before it has no record, or two.
+        """
+        rows = self.rows(f"SELECT seq{_NUMBERS} ORDER BY seq")
+        for number, (seq,) in enumerate(rows):
+            if type(seq) is not int or seq != number:
+                problem = f"two records have the number {seq}" if seq == number - 1 else f"record {number} is missing"
+                raise JournalError(f"{self.path}: {problem}; the log was altered or is damaged, restore it from a copy")
+        return len(rows)
 
     def newest_label(self) -> float:
         """Return the latest time label of admissions, ends, versions and steps; 0 before the first."""
@@ -594,10 +452,10 @@ class RunLog:
         return max([int(highest), *(start.lineage for start in self.starts())])
 
     def newest_steps(self) -> dict[str, int]:
-        """Return the newest step of each policy in the newest lineage that took any."""
+        """Return the step of each policy's newest version, on the line that a rollback left."""
         statement = (
-            "SELECT policy, max(step) FROM steps s WHERE lineage ="
-            " (SELECT max(lineage) FROM steps o WHERE o.policy = s.policy) GROUP BY policy"
+            "SELECT policy, max(step) FROM versions v WHERE lineage >= 0 AND lineage ="
+            " (SELECT max(lineage) FROM versions o WHERE o.policy = v.policy) GROUP BY policy"
         )
         return {str(policy): int(step) for policy, step in self.rows(statement)}
 
@@ -695,7 +553,6 @@ class SqliteRunLog(RunLog):
         """
         path = Path(directory) / CONTROL_FILE
         super().__init__(path, open_database_to_read(path, "control"))
-        self.connection.create_function("task_data", 1, task_data, deterministic=True)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -720,10 +577,6 @@ class RunJournal(RunLog, JournalStore):
         Raises:
             JournalError: the entries cannot be read.
         """
-
-    @abstractmethod
-    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
-        """Return the newest scores of a scorer by the hash of their content; see `TurnLogReader.newest_scores`."""
 
 
 def _check_is_there(connection: sqlite3.Connection, partition: Path, episode_id: str) -> None:

@@ -46,8 +46,8 @@ _TURNS = (
 
 _REQUESTS = (
     _META,
-    "CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,"
-    " route TEXT NOT NULL, subject TEXT NOT NULL, sequence INTEGER NOT NULL, body BLOB NOT NULL,"
+    "CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, route TEXT NOT NULL,"
+    " subject TEXT NOT NULL, sequence INTEGER NOT NULL, body BLOB NOT NULL,"
     " received_at REAL NOT NULL, checksum INTEGER NOT NULL)",
     "CREATE INDEX requests_by_subject ON requests (subject, sequence)",
     "CREATE TABLE results (id TEXT PRIMARY KEY, kind TEXT NOT NULL, body BLOB NOT NULL, finished_at REAL NOT NULL,"
@@ -57,39 +57,46 @@ _REQUESTS = (
 _CONTROL = (
     _META,
     "CREATE TABLE admissions (episode TEXT NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL,"
-    " environment TEXT NOT NULL, task TEXT NOT NULL, parent TEXT, group_id TEXT NOT NULL, spec BLOB NOT NULL,"
-    " admitted_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
+    " environment TEXT NOT NULL, task TEXT NOT NULL, data TEXT NOT NULL, parent TEXT, group_id TEXT NOT NULL,"
+    " spec BLOB NOT NULL, admitted_at REAL NOT NULL, seq INTEGER NOT NULL, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE episodes (episode TEXT NOT NULL, attempt INTEGER NOT NULL, purpose TEXT NOT NULL,"
     " environment TEXT NOT NULL, task TEXT NOT NULL, parent TEXT, group_id TEXT NOT NULL, seats TEXT NOT NULL,"
     " policies TEXT NOT NULL, oldest_step INTEGER, lineage INTEGER, reward REAL, stop_reason TEXT, drop_reason TEXT,"
     " turns INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL, partition TEXT, entries INTEGER,"
     " digest BLOB NOT NULL, metrics TEXT NOT NULL, detail TEXT NOT NULL, committed_at REAL NOT NULL,"
-    " measured_against TEXT, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
+    " measured_against TEXT, counts TEXT, seq INTEGER NOT NULL, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (episode, attempt)) WITHOUT ROWID",
     "CREATE TABLE trajectories (episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
     " agent INTEGER NOT NULL, policy TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, oldest_step INTEGER NOT NULL,"
     " lineage INTEGER NOT NULL, turn_rewards TEXT, named_rewards TEXT, turn_states BLOB,"
     " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, seat, agent)) WITHOUT ROWID",
     "CREATE TABLE unit_drops (episode TEXT NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL,"
-    " reason TEXT NOT NULL, dropped_at REAL NOT NULL, checksum INTEGER NOT NULL,"
+    " reason TEXT NOT NULL, dropped_at REAL NOT NULL, seq INTEGER NOT NULL, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (episode, attempt, policy)) WITHOUT ROWID",
+    "CREATE TABLE evaluations (first INTEGER NOT NULL, began_lineage INTEGER NOT NULL, versions TEXT NOT NULL,"
+    " tasks INTEGER NOT NULL, seq INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (first)) WITHOUT ROWID",
+    "CREATE TABLE evaluation_ends (first INTEGER NOT NULL, seq INTEGER NOT NULL, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (first)) WITHOUT ROWID",
     "CREATE TABLE proposals (number INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL,"
     " call TEXT NOT NULL, environment TEXT NOT NULL, key TEXT NOT NULL, structure TEXT NOT NULL,"
-    " checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, call)) WITHOUT ROWID",
+    " seq INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (episode, attempt, call)) WITHOUT ROWID",
     "CREATE INDEX proposals_by_number ON proposals (number)",
     "CREATE TABLE baselines (group_id TEXT NOT NULL, finishers TEXT NOT NULL, earlier TEXT NOT NULL,"
-    " checksum INTEGER NOT NULL, PRIMARY KEY (group_id)) WITHOUT ROWID",
+    " seq INTEGER NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (group_id)) WITHOUT ROWID",
     "CREATE TABLE group_scores (group_id TEXT NOT NULL, scorer TEXT NOT NULL, weight REAL, scores TEXT NOT NULL,"
-    " note TEXT NOT NULL, spread REAL, judged_by TEXT, tokens INTEGER NOT NULL, requests INTEGER NOT NULL,"
-    " seconds REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (group_id, scorer)) WITHOUT ROWID",
+    " note TEXT NOT NULL, seconds REAL NOT NULL, seq INTEGER NOT NULL, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (group_id, scorer)) WITHOUT ROWID",
     "CREATE TABLE versions (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " parent_lineage INTEGER, parent_step INTEGER, path TEXT NOT NULL, kind TEXT NOT NULL, sha256 TEXT NOT NULL,"
-    " published_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
+    " published_at REAL NOT NULL, seq INTEGER NOT NULL, checksum INTEGER NOT NULL,"
+    " PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
     "CREATE TABLE steps (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " started_lineage INTEGER NOT NULL, started_step INTEGER NOT NULL, loss REAL, grad_norm REAL,"
     " fed INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL,"
     " normaliser REAL NOT NULL,"
     " input_digest TEXT NOT NULL, columns_file TEXT, metrics TEXT NOT NULL, stepped_at REAL NOT NULL,"
-    " checksum INTEGER NOT NULL,"
+    " seq INTEGER NOT NULL, checksum INTEGER NOT NULL,"
     " PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",
     "CREATE TABLE step_units (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " position INTEGER NOT NULL, episode TEXT NOT NULL, attempt INTEGER NOT NULL, seat TEXT NOT NULL,"
@@ -359,7 +366,12 @@ def database_error(
 
 def all_rows(connection: sqlite3.Connection, path: Path, statement: str, *parameters: Any) -> list[Any]:
     """Return all rows of a query; raise `JournalError` if the file is damaged."""
-    try:
-        return connection.execute(statement, parameters).fetchall()
-    except DAMAGE as error:
-        raise database_error(path, error) from error
+    for text_factory in (str, _text):  # the first is faster, and fails for damaged text
+        connection.text_factory = text_factory
+        try:
+            return connection.execute(statement, parameters).fetchall()
+        except DAMAGE as error:
+            failure = error
+        finally:
+            connection.text_factory = _text
+    raise database_error(path, failure) from failure

@@ -15,7 +15,7 @@ multi-row INSERTs: sqlite3 releases the interpreter lock at every statement, and
 take milliseconds.
 
 Owns: the locks, the write connections, the writer thread, the names of the files. Does not read entries' bodies.
-Invariants: calls never block; `commit_episode` returns after the episode's entries and then its record are on disk;
+Invariants: calls never block; `commit` returns after the episode's entries and then its record are on disk;
 after a failed write nothing more is written and every later wait raises.
 """
 
@@ -59,10 +59,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agentrl.core.records import (
-        EpisodeHeader,
         EpisodeSpec,
         ForkPoint,
-        Score,
     )
     from agentrl.core.tokens import RoutingReference
     from agentrl.journal.entries import JournalEntry
@@ -306,6 +304,7 @@ class SqliteJournal(RunJournal):
             self._run = read_meta_table(connection)["run"]
             super().__init__(path, open_database_to_read(path, "control"))
             self._clock = clock or NonDecreasingClock(self.newest_label())
+            self._next_seq = self.next_seq()
         except BaseException:
             self._lock.release()
             raise
@@ -345,13 +344,13 @@ class SqliteJournal(RunJournal):
         put = functools.partial(self._writer.put, database)
         return RequestLog(path, self._run, put=put, flush=self._writer.wait, clock=self._clock)
 
-    def record(self, *records: ControlRecord) -> None:
-        self._writer.put(self._database, *control_rows.encode_records(records, self._clock.wall(), self._learners))
+    def write(self, *records: ControlRecord) -> None:
+        now = self._clock.wall()
+        rows, self._next_seq = control_rows.encode_records(records, self._next_seq, now, self._learners)
+        self._writer.put(self._database, *rows)
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        self.record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=metrics, detail=detail))
+    async def commit(self, end: EpisodeEnd) -> None:
+        self.record(end)
         await self._writer.wait(urgent=False)
 
     async def describe(self, **values: Any) -> None:
@@ -432,9 +431,6 @@ class SqliteJournal(RunJournal):
                 return entry_lists
 
         return await asyncio.to_thread(read)
-
-    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
-        return self._turns.newest_scores(scorer, count)
 
 
 # --- group commit: the writer thread of a process ---------------------------------------------------------------------
@@ -631,13 +627,20 @@ class GroupCommitWriter:
 
 def write_control_rows(connection: sqlite3.Connection, table: str, items: list[Sequence[Any]]) -> None:
     """Insert rows into a table of the control log. A row is written once: of two with the same key the first stays.
-    The run's own data may be replaced."""
+    The run's own data may be replaced, and the versions to which an admission is pinned."""
     names = control_rows.COLUMNS[table].split()
     if table in control_rows.CHECKED_TABLES:
         names = [*names, "checksum"]
         items = [control_rows.with_checksum(table, item) for item in items]
-    verb = {"metrics": "INSERT", "meta": "REPLACE"}.get(table, "INSERT OR IGNORE")
+    verb = {"metrics": "INSERT", "meta": "REPLACE", "admissions": "REPLACE"}.get(table, "INSERT OR IGNORE")
+    before = connection.total_changes
     insert_rows(connection, f"{verb} INTO {table} ({', '.join(names)}) VALUES ", len(names), items)
+    if connection.total_changes - before < len(items) and table in control_rows.NUMBERED_TABLES:
+        written = {seq for (seq,) in connection.execute(f"SELECT seq FROM {table}")}
+        ignored: list[Sequence[Any]] = [
+            (f"{control_rows.IGNORED_KEY}{item[-2]}", table) for item in items if item[-2] not in written
+        ]
+        write_control_rows(connection, "meta", ignored)
 
 
 def write_turn_rows(connection: sqlite3.Connection, table: str, items: list[JournalEntry | PartialKey]) -> None:

@@ -1,8 +1,7 @@
-"""Adapters of policies on a base model: which modules and experts they adapt, and how PEFT adds them."""
+"""Adapters of policies on a base model: which modules they adapt, and how PEFT adds them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,8 @@ from torch import Tensor, nn
 
 from agentrl.config.policies import LoraConfig
 from agentrl.core.errors import ConfigError, ModelError
-from agentrl.engines.experts import adaptable_experts
 from agentrl.engines.models import computing_in_float32
 from agentrl.engines.weights.reading import adaptable_layers
-from agentrl.learn.experts import ParamWrapper
 from agentrl.learn.forward import FORWARD_ERRORS
 from agentrl.learn.ranks import gather_float32
 
@@ -107,15 +104,13 @@ def adapter_targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTr
 
 
 def describe_adapter(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, torch.Size]) -> str:
-    # Two factors for each matrix, of which experts have several: rank by inputs, outputs by rank.
-    trained = sum(lora.rank * math.prod(matrices[name][:-2]) * sum(matrices[name][-2:]) for name in targets)
+    trained = sum(lora.rank * sum(matrices[name]) for name in targets)  # rank by inputs, outputs by rank
     text = f"adapters of rank {lora.rank}: {trained:,} trained parameters on "
     without = dict.fromkeys(".".join(name.split(".")[-2:]) for name in matrices if name not in set(targets))
     if not without:
         return f"{text}all linear layers"
     share = sum(matrices[name].numel() for name in targets) / sum(shape.numel() for shape in matrices.values())
-    experts = [".".join(name.split(".")[-2:]) for name in targets if len(matrices[name]) > 2]
-    names = ", ".join(dict.fromkeys([*(_last(name) for name in targets if len(matrices[name]) == 2), *experts]))
+    names = ", ".join(dict.fromkeys(map(_last, targets)))
     return f"{text}{names}, {share:.1%} of the linear weights; not on {', '.join(without)}"
 
 
@@ -190,22 +185,18 @@ def add_adapter(
     adapter: str,
     lora: LoraConfig,
     targets: list[str],
-    experts: list[str],
     path: Path,
 ) -> peft.PeftModel:
     config = peft.LoraConfig(
         r=lora.rank,
-        use_rslora=lora.rank_stabilized,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
         target_modules=targets,
-        target_parameters=list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)) or None,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(path),
     )
-    expert_classes = {type(module): ParamWrapper for module in adaptable_experts(base).values()}
-    config._register_custom_module({nn.Linear: AdaptedLinear, **expert_classes})
+    config._register_custom_module({nn.Linear: AdaptedLinear})
     try:
         if peft_model is None:
             return peft.get_peft_model(base, config, adapter_name=adapter)

@@ -1,8 +1,8 @@
 """The forward pass over a micro-batch: log-probability, entropy and kept mass of its trained tokens.
 
 All tokens of the micro-batch's prefix tree go through the model as one sequence, [1, N]: norms, projections and experts
-see no padding, and no token twice. Only attention and recurrent layers (`recurrence.py`) know the tree, so ranks can
-divide its tokens (`context.py`). A model that mixes tokens in other ways is forwarded as padded rows instead. The
+see no padding, and no token twice. Only attention knows the tree.
+A model that mixes tokens in other ways is forwarded as padded rows instead. The
 model's own head (output projection, soft-capping, scaling) runs over the hidden states that predict a trained token, in
 pieces.
 
@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -47,10 +47,8 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.core.errors import ModelError
 from agentrl.core.tokens import KeptSets
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
-from agentrl.learn.context import ContextGroup, ContextSlice
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.packing import MicroBatch, TreeSize, padded_rows
-from agentrl.learn.recurrence import RecurrencePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,8 +124,6 @@ def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     """Copy the columns of a micro-batch that the forward pass reads, by name."""
     names = ("token_ids", "position_ids", "visible_until", "hidden_index", "targets", "temperature")
     arrays: dict[str, NDArray[Any]] = {name: getattr(batch, name) for name in names}
-    if batch.end_index is not None:
-        arrays["end_index"] = batch.end_index
     if batch.expert_routing is not None:
         arrays["expert_routing"] = batch.expert_routing
     if batch.kept_counts is not None and batch.kept_ids is not None:
@@ -154,16 +150,14 @@ def _tree_hidden(
     batch: MicroBatch,
     inputs: Mapping[str, Tensor],
     replay: RoutingReplay | None,
-    part: ContextSlice | None,
 ) -> Tensor:
-    """Return the hidden states [N, H] of the packed tokens, or of a part of them."""
-    tokens = slice(None) if part is None else part.tokens
-    with _routing_context(replay, inputs, tokens):
+    """Return the hidden states [N, H] of the packed tokens."""
+    with _routing_context(replay, inputs, slice(None)):
         output = _decoder(model)(
-            input_ids=inputs["token_ids"][None, tokens],
-            position_ids=inputs["position_ids"][None, tokens],
+            input_ids=inputs["token_ids"][None],
+            position_ids=inputs["position_ids"][None],
             use_cache=False,
-            tree=TreeAttentionMask(batch, model.device, inputs, part),
+            tree=TreeAttentionMask(batch, model.device, inputs),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden[0]
@@ -209,10 +203,6 @@ class HeadOutput(NamedTuple):
     top_logprobs: Tensor | None = None
     """[n, k + 1]: log-probabilities of `top_ids`, then of all other tokens together. No gradient."""
     reference_kl: Tensor | None = None
-    values: Tensor | None = None
-    """Values of the head; None without one."""
-    end_values: Tensor | None = None
-    """[m], values at `MicroBatch.end_index`; None without any."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadOutput:
         """Apply a function to every column that is not None."""
@@ -229,10 +219,6 @@ class HeadOutput(NamedTuple):
         """Return the results of tokens [start, stop)."""
         return self.map(lambda column: column[start:stop])
 
-    def take(self, tokens: NDArray[np.int64]) -> HeadOutput:
-        """Return the results of some tokens."""
-        return self.map(lambda column: column[torch.from_numpy(tokens).to(column.device)])
-
 
 class SamplerDistributions(NamedTuple):
     """Distributions that n tokens were sampled from, over the sampler's likeliest tokens, to diverge from."""
@@ -245,11 +231,6 @@ class SamplerDistributions(NamedTuple):
     def slice(self, start: int, stop: int) -> SamplerDistributions:
         """Return the distributions of tokens [start, stop)."""
         return SamplerDistributions(self.top_ids[start:stop], self.top_logprobs[start:stop])
-
-    def take(self, tokens: NDArray[np.int64]) -> SamplerDistributions:
-        """Return the distributions of some tokens."""
-        chosen = torch.from_numpy(tokens).to(self.top_ids.device)
-        return SamplerDistributions(self.top_ids[chosen], self.top_logprobs[chosen])
 
 
 class KeptVocabularySets(NamedTuple):
@@ -449,7 +430,7 @@ def chunked_logprobs_from_hidden(
     return HeadOutput.join(pieces)
 
 
-def token_logprobs(  # noqa: PLR0913
+def token_logprobs(
     model: PreTrainedModel,
     batch: MicroBatch,
     *,
@@ -458,8 +439,6 @@ def token_logprobs(  # noqa: PLR0913
     replay: RoutingReplay | None = None,
     top: int = 0,
     reference: HeadOutput | SamplerDistributions | None = None,
-    value_head: nn.Module | None = None,
-    context: ContextGroup | None = None,
 ) -> HeadOutput:
     """Compute log-probability, entropy and kept mass of a micro-batch's trained tokens, [n] each, differentiable.
 
@@ -471,20 +450,13 @@ def token_logprobs(  # noqa: PLR0913
         replay: routing replay of the model; uses the batch's recorded experts, if there are any.
         top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
         reference: result of another model for the same micro-batch, with `top`, to diverge from.
-        value_head: computes values [n] from the hidden states [n, H] that predict the tokens.
-        context: ranks that divide the tokens of the prefix tree; each returns the columns of all.
 
     Raises:
         ModelError: the recorded experts belong to another model.
     """
-    part = None if context is None else context.slice(batch)
-    whole = batch
-    if part is not None:
-        batch = part.predictions(whole)
-        reference = None if reference is None else reference.take(part.trained)
     inputs = _model_inputs(batch, model.device)
     if shared:
-        hidden = _tree_hidden(model, batch, inputs, replay, part)
+        hidden = _tree_hidden(model, batch, inputs, replay)
     else:
         hidden = _padded_hidden(model, batch, inputs, replay)
     kept_sets = None
@@ -492,12 +464,11 @@ def token_logprobs(  # noqa: PLR0913
         starts = np.cumsum([0, *KeptSets.sizes_of(batch.kept_counts)])
         kept_sets = KeptVocabularySets(inputs["fully_kept"], inputs["kept_rows"], inputs["kept_ids"], starts)
     predicting = inputs["hidden_index"]
-    if value_head is None and len(set(batch.hidden_index.tolist())) == 1:
+    if len(set(batch.hidden_index.tolist())) == 1:
         predicting = predicting[:1]  # a canary's tokens follow one context: its logits are computed once
-    prediction_hidden = F.embedding(predicting, hidden)
-    output = chunked_logprobs_from_hidden(
+    return chunked_logprobs_from_hidden(
         model,
-        prediction_hidden,
+        F.embedding(predicting, hidden),
         inputs["targets"],
         temperature=inputs["temperature"],
         kept_sets=kept_sets,
@@ -505,16 +476,6 @@ def token_logprobs(  # noqa: PLR0913
         top=top,
         reference=reference,
     )
-    end_values = None
-    if value_head is not None:
-        if "end_index" in inputs:
-            end_values = value_head(hidden[inputs["end_index"]])
-        output = output._replace(values=value_head(prediction_hidden))
-    if part is not None:
-        output = output.map(partial(part.gather, places=part.trained, count=len(whole.targets)))
-        if end_values is not None and whole.end_index is not None:
-            end_values = part.gather(end_values, part.ends, len(whole.end_index))
-    return output._replace(end_values=end_values)
 
 
 # --- attention along the prefix tree ----------------------------------------------------------------------------------
@@ -587,12 +548,9 @@ class TreeAttentionMask:
         batch: MicroBatch,
         device: torch.device,
         inputs: Mapping[str, Tensor] | None = None,
-        part: ContextSlice | None = None,
     ) -> None:
         """Like `MicroBatch.visible_until`, from `inputs`: the columns of the batch that are on the device already."""
         inputs = _model_inputs(batch, device) if inputs is None else inputs
-        self.part = part
-        """The tokens that this rank computes outside attention; None: all."""
         self._batch = batch
         self._device = device
         self._visible_until = inputs["visible_until"]
@@ -601,11 +559,6 @@ class TreeAttentionMask:
         self._chunks: dict[int | None, list[_Chunk]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
         self._num_cached = 0
-
-    @cached_property
-    def recurrence(self) -> RecurrencePlan:
-        """The order in which recurrent layers compute the tokens."""
-        return RecurrencePlan(self._batch, self._device)
 
     def chunks(self, window: int | None) -> list[_Chunk]:
         """Return the queries in chunks; a token sees the `window` newest tokens of its path, or all of them."""
@@ -871,16 +824,12 @@ def tree_attention(  # noqa: PLR0913
     strange = [name for name in ("s_aux", "softcap", "position_bias") if other.get(name) is not None]
     if tree is None or strange or dropout or query.shape[-1] != value.shape[-1]:
         raise ModelError(f"{type(module).__name__} needs attention with {', '.join(strange) or 'other arguments'}")
-    if tree.part is not None:
-        query, key, value = tree.part.to_heads(query, key, value)
     if query.device.type not in ("cpu", "meta"):
         output = flex_tree_attention(query, key, value, tree, sliding_window, scaling)
     else:
         output = _ChunkedAttention.apply(  # type: ignore[no-untyped-call]
             query, key, value, tree, sliding_window, scaling
         )
-    if tree.part is not None:
-        output = tree.part.to_tokens(output)
     return output.transpose(1, 2), None
 
 

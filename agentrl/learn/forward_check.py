@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from agentrl.core.errors import ModelError
+from agentrl.core.known_checks import known_result
 from agentrl.core.model_layers import SELECTED_KEYS
 from agentrl.core.tokens import TrainingSample
 from agentrl.engines.models import (
@@ -22,9 +25,8 @@ from agentrl.engines.models import (
     check_lengths,
     computing_in_float32,
     configured_integers,
-    lacks_initial_state,
+    has_recurrent_layers,
     native_attention,
-    num_layers_with_state,
     random_tokens,
     varied,
     with_few_layers,
@@ -40,7 +42,6 @@ from agentrl.learn.forward import (
 )
 from agentrl.learn.packing import pack, padded_together
 from agentrl.learn.ranks import gather_float32
-from agentrl.learn.recurrence import follow_trees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +55,7 @@ SHARING_TOLERANCE = 2e-3
 """Largest difference in log-probabilities between the model's own forward pass and the trainer's, in nats."""
 
 
-def why_unshared(model: PreTrainedModel, max_context: int) -> str:
+def why_unshared(model: PreTrainedModel, max_context: int, directory: Path | None = None) -> str:
     """Return why the prefix tree does not reproduce the model's own log-probabilities, so that padded rows are used;
     empty if it does.
 
@@ -62,7 +63,8 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     model's own forward pass. Weights that are still at a constant initial value get noise (`varied`). Both passes
     compute in float32, layer by layer, because rounding would hide a wrong position. What all layers would take too
     long for is computed with two layers of each kind. The function sets the model's attention according to the result.
-    A model without weights, on the meta device, is assumed to share.
+    A model without weights, on the meta device, is assumed to share. Of a model as it was loaded from `directory`, a
+    known result is used.
 
     The reference is the attention with which the model computes a row alone, `native_attention`, because transformers'
     `eager` is wrong for some models: it adds the ALiBi of Falcon twice.
@@ -72,20 +74,32 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     """
     attention = native_attention(model)
     reason = ""
-    if follow_trees(model) < num_layers_with_state(model.config) or lacks_initial_state(model.config):
-        reason = "its recurrent or convolution layers, which cannot start from a state"
+    if has_recurrent_layers(model):
+        reason = "its recurrent or convolution layers, which mix the tokens of a row in order"
     elif any(
         value for name, value in model.config.get_text_config().to_dict().items() if name.startswith(SELECTED_KEYS)
     ):
         reason = "its indexer, which selects keys among those of a whole row"
-    if model.device.type == "meta":
-        model.set_attn_implementation(attention if reason else ATTENTION)
-        return reason
+    if model.device.type != "meta":
+        check = partial(_measured_reason, model, max_context, reason)
+        if directory is None or torch.distributed.is_initialized():  # ranks compute together
+            reason = check()
+        else:
+            reason = known_result("shared prefixes", directory, model, max_context, check)
+    model.set_attn_implementation(attention if reason else ATTENTION)
+    return reason
+
+
+def _measured_reason(model: PreTrainedModel, max_context: int, reason: str) -> str:
+    """Return `reason` or else what differs over a prefix tree, once rows in one of the two ways are right.
+
+    Raises:
+        ModelError: neither way is.
+    """
     stages = _check_stages(model, max_context)
-    mismatch = _Mismatch()
     for is_shared in (False,) if reason else (True, False):
-        mismatch = _first_mismatch(model, stages, is_shared=is_shared)
-        model.set_attn_implementation(ATTENTION if is_shared else attention)
+        mismatches = (_mismatch(model, stage, is_shared=is_shared) for stage in stages)
+        mismatch = next((each for each in mismatches if each.text), _Mismatch())
         if not mismatch.text:
             return reason
         reason = mismatch.text
@@ -109,18 +123,10 @@ class _Mismatch(NamedTuple):
     difference: float = math.nan
 
 
-_ROUNDING = 1e-5
-"""Difference in log-probabilities that rounding in float32 makes near the uniform distribution, in nats."""
 _SHORT_ROWS = (12, 13, 15)
 """Lengths of rows that are always checked, with all layers: several, so that padding and masks are tested."""
 _LARGEST_PACKING = 1 << 12
 """Number of tokens up to which the check fills a packing: a model may count the tokens of a whole micro-batch."""
-_LONGEST_FILLER = 256
-"""Largest length of a row that fills a packing, so that attention stays cheap."""
-_MANY_LOGITS = 1 << 22
-"""Number of logits above which a row's are only computed where they are compared."""
-_WIDE_HEAD = 1 << 24
-"""Weights of an output projection from which only the last tokens of a row are compared."""
 
 
 def _all_layers(_: PreTrainedModel) -> AbstractContextManager[None]:
@@ -153,11 +159,6 @@ def _check_stages(model: PreTrainedModel, max_context: int) -> list[_CheckStage]
     ]
 
 
-def _first_mismatch(model: PreTrainedModel, stages: Sequence[_CheckStage], *, is_shared: bool) -> _Mismatch:
-    mismatches = (_mismatch(model, stage, is_shared=is_shared) for stage in stages)
-    return next((mismatch for mismatch in mismatches if mismatch.text), _Mismatch())
-
-
 def _mismatch(model: PreTrainedModel, stage: _CheckStage, *, is_shared: bool) -> _Mismatch:
     """Compare the trainer's log-probabilities of rows, packed in two ways, with the model's own of each row alone.
 
@@ -165,7 +166,8 @@ def _mismatch(model: PreTrainedModel, stage: _CheckStage, *, is_shared: bool) ->
         ModelError: the model cannot be forwarded, by itself or over padded rows.
     """
     attention = native_attention(model)
-    rows = check_rows(model, stage.lengths, many=_head_size(model) < _WIDE_HEAD)
+    # Of a wide output projection, only the last tokens of a row are compared.
+    rows = check_rows(model, stage.lengths, many=_head_size(model) < 1 << 24)
     fillers = _filler_rows(model, stage)
     on_device = 1 << 30
     if compiles_attention(model.device) and is_shared:
@@ -198,9 +200,10 @@ def _mismatch(model: PreTrainedModel, stage: _CheckStage, *, is_shared: bool) ->
                     row = packed[sample]
                     if id(row) in expected:  # NumPy's maximum, because Python's max ignores NaN
                         largest = float(np.maximum(largest, abs(logprob - expected[id(row)][int(at)])))
-    # A model that has learned nothing yet is near the uniform distribution, where a large fault changes little.
+    # A model that has learned nothing yet is near the uniform distribution, where a large fault changes little,
+    # and rounding in float32 makes 1e-5 nats.
     spread = float(np.std([logprob for of_row in expected.values() for logprob in of_row.values()]))
-    if largest <= max(_ROUNDING, SHARING_TOLERANCE * min(1.0, spread) ** 2):
+    if largest <= max(1e-5, SHARING_TOLERANCE * min(1.0, spread) ** 2):
         return _Mismatch()
     with_prefixes = " with shared prefixes" if is_shared else ""
     return _Mismatch(f"log-probabilities differ by {largest:.2g}{with_prefixes}", largest)
@@ -266,7 +269,7 @@ def _filler_rows(model: PreTrainedModel, stage: _CheckStage) -> list[TrainingSam
         if value * multiple < stage.max_tokens
     ]
     missing = max(thresholds, default=0) + _CHECK_LENGTH - tokens
-    short = [length for length in stage.lengths if length <= _LONGEST_FILLER]
+    short = [length for length in stage.lengths if length <= 256]  # so that attention stays cheap
     lengths: list[int] = []
     while short and missing > 0:
         lengths.append(short[len(lengths) % len(short)])
@@ -300,7 +303,7 @@ def _reference_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int
     inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": False}
     if guesses_lengths(model):
         inputs["attention_mask"] = torch.ones_like(ids)[None]
-    if len(ids) * int(model.config.get_text_config().vocab_size) <= _MANY_LOGITS:
+    if len(ids) * int(model.config.get_text_config().vocab_size) <= 1 << 22:  # few enough to compute all logits
         logits = model(**inputs).logits[0, places]
     else:
         logits = logits_after(model, inputs, places)

@@ -1,22 +1,17 @@
-"""How the layers of a model compute: recomputed in the backward pass, or compiled."""
+"""How the layers of a model compute: recomputed in the backward pass."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentrl.config.combinations import COMPILED, SHARDED
-from agentrl.core.errors import ConfigError, ModelError
-from agentrl.core.machine import finds_compiler
-from agentrl.core.parts import check_compatible
-from agentrl.engines.models import outermost_layers
+from agentrl.core.errors import ModelError
 from agentrl.learn.forward import RoutingReplay
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 
@@ -43,27 +38,6 @@ def recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> No
             layer.training = True
             layer.register_forward_pre_hook(partial(_set_training, False), with_kwargs=True)
             layer.register_forward_hook(partial(_set_training, True), with_kwargs=True, always_call=True)
-
-
-def check_compilable(*, sharded: bool) -> None:
-    """Refuse `trainer.compile` where it cannot work.
-
-    Raises:
-        ConfigError: the message says what to change.
-    """
-    if sharded:
-        check_compatible([COMPILED, SHARDED])
-    if not finds_compiler():
-        raise ConfigError(
-            "trainer.compile = true needs a C compiler, and there is none: apt install g++, or set compile = false"
-        )
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the forward pass of each layer, around its attention: a kernel serves all layers and lengths."""
-    module: nn.Module = model
-    for layer in outermost_layers(module):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _set_training(training: bool, layer: nn.Module, *_: object) -> None:

@@ -15,13 +15,11 @@ The gradient of a token's loss with respect to its log pi is bounded by |A| time
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
 ppo         max(1 + clip_high, dual_clip): the former where A > 0, the latter where A < 0
 reinforce   1
-The other bounds are in docs/explanation/off_policy.md; dppo, gspo, decoupled_ppo, clip_cov and kl_cov are bounded only
-by the ratio.
+The other bounds are in docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,18 +42,11 @@ from agentrl.learn.loss_batch import LossBatch, TokenGradients
 from agentrl.learn.step_columns import LOG_RATIO_LIMIT, Id
 
 if TYPE_CHECKING:
-    from agentrl.config.sections import KLEstimator, TrainerConfig
+    from agentrl.config.sections import TrainerConfig
 
 SUMS = (
-    "measured_tokens",
-    "k3",
-    "abs_logprob_difference",
-    "masked",
-    "truncated",
-    "ratio",
-    "ratio_squared",
-    "reference_tokens",
-    "reference_kl",
+    *("measured_tokens", "k3", "abs_logprob_difference", "masked", "truncated"),
+    *("ratio", "ratio_squared", "reference_tokens", "reference_kl"),
 )
 """Names of the sums that `token_metric_sums` returns, in order."""
 
@@ -70,25 +61,10 @@ def truncated(batch: LossBatch, *, max_ratio: float = 5.0, trust_region: float =
     advantage's direction pushes no further.
     """
     with torch.no_grad():
-        is_outside = _leaves_trust_region(batch, trust_region, trust_region)
+        change = batch.logprobs.exp() - batch.behavior_logprobs.exp()
+        is_outside = torch.where(batch.advantages > 0, change > trust_region, change < -trust_region)
         weight = batch.ratio.clamp(max=max_ratio).masked_fill(is_outside, 0.0)
     return -weight * batch.advantages * batch.logprobs
-
-
-def dppo(batch: LossBatch, *, delta_low: float = 0.2, delta_high: float = 0.2) -> Tensor:
-    """-w A, without gradient outside a trust region in probability (DPPO with binary TV, arXiv:2602.04879, eq. 13).
-
-    Left out where A > 0 and pi - mu > h, or A <= 0 and pi - mu < -l, l = `delta_low`, h = `delta_high`: as `truncated`
-    with an unbounded ratio. SkyRL serves it under this name, with these options.
-    """
-    is_outside = _leaves_trust_region(batch, delta_low, delta_high)
-    return -batch.ratio * batch.advantages * ~is_outside
-
-
-def _leaves_trust_region(batch: LossBatch, low: float, high: float) -> Tensor:
-    """Return a bool mask [n] of the tokens whose probability has already moved too far in the advantage's direction."""
-    change = batch.logprobs.detach().exp() - batch.behavior_logprobs.exp()
-    return torch.where(batch.advantages > 0, change > high, change < -low)
 
 
 def ppo(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 3.0) -> Tensor:
@@ -98,61 +74,14 @@ def ppo(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, dua
     l = `clip_low`, h = `clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `dual_clip`: without it the gradient of a
     token of negative advantage grows with the ratio, without bound.
     """
-    return clipped_objective(batch.ratio, batch.advantages, clip_low, clip_high, dual_clip)
-
-
-def clipped_objective(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float) -> Tensor:
-    """Return the loss of `ppo` for any ratio, [n]."""
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
-    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    return -torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    clipped_ratio = batch.ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(batch.ratio * batch.advantages, clipped_ratio * batch.advantages)
+    return -torch.where(batch.advantages < 0, torch.maximum(objective, dual_clip * batch.advantages), objective)
 
 
 def reinforce(batch: LossBatch) -> Tensor:
     """-A log pi (REINFORCE, Williams 1992), without correction: correct only if pi itself sampled the tokens."""
     return -batch.advantages * batch.logprobs
-
-
-def cispo(batch: LossBatch, *, min_ratio: float = 0.0, max_ratio: float = 5.0) -> Tensor:
-    """-sg(clip(w, l, h)) A log pi (CISPO, arXiv:2506.13585): l = `min_ratio`, h = `max_ratio`.
-
-    Every token keeps a gradient, however far its ratio is. h = 5 and no lower bound are ScaleRL's (arXiv:2510.13786).
-    """
-    return -batch.ratio.detach().clamp(min_ratio, max_ratio) * batch.advantages * batch.logprobs
-
-
-def sapo(batch: LossBatch, *, positive: float = 1.0, negative: float = 1.05) -> Tensor:
-    """-(4 / t) sigmoid(t (w - 1)) A, t = `positive` where A > 0, else `negative` (SAPO, arXiv:2511.20347).
-
-    A smooth gate instead of a clip: the gradient fades with the distance of w from 1, faster where A <= 0.
-    """
-    t = _choose(batch.advantages > 0, positive, negative, batch.advantages)
-    return -4 / t * torch.sigmoid(t * (batch.ratio - 1)) * batch.advantages
-
-
-def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
-    """-min(s A, clip(s, 1 - l, 1 + h) A), s = exp(mean of log w over the conversation) (GSPO, arXiv:2507.18071).
-
-    The unit of the ratio is that of the reward. Use it with `normalizer = "sequences"`, as in the paper; with
-    `normalizer = 1` instead, long conversations weigh by their length (LUSPO, arXiv:2602.05261).
-    """
-    log_s = batch.mean(batch.logprobs - batch.behavior_logprobs, "agent")
-    s = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return clipped_objective(s, batch.advantages, clip_low, clip_high, torch.inf)
-
-
-def decoupled_ppo(
-    batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, max_ratio: float = 5.0
-) -> Tensor:
-    """-sg(min(prox / mu, C)) min(r A, clip(r, 1 - l, 1 + h) A), r = pi / prox (Hilton et al. 2021, arXiv:2110.00641).
-
-    log prox is `LossBatch.proximal_logprobs`, so that the clip keeps pi near a recent policy instead of an old one. C =
-    `max_ratio` (AReaL, arXiv:2505.24298, which masks or clamps at 5).
-    """
-    correction = batch.proximal_logprobs - batch.behavior_logprobs
-    weight = correction.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=max_ratio).detach()
-    r = (batch.logprobs - batch.proximal_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return weight * clipped_objective(r, batch.advantages, clip_low, clip_high, torch.inf)
 
 
 def importance_sampling(
@@ -167,120 +96,11 @@ def importance_sampling(
     _check_one_of("level", level, ("token", "turn", "agent"))
     _check_one_of("outside", outside, ("truncate", "mask"))
     with torch.no_grad():
-        log_v = batch.log_ratio if level == "token" else batch.sum(batch.log_ratio, _level(level))
+        unit: Id = "turn" if level == "turn" else "agent"
+        log_v = batch.log_ratio if level == "token" else batch.sum(batch.log_ratio, unit)
         v = log_v.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         weight = v.clamp(max=high) if outside == "truncate" else v.masked_fill((v < low) | (v > high), 0.0)
     return -weight * batch.advantages * batch.logprobs
-
-
-def geometric_mask(
-    batch: LossBatch, *, level: str = "agent", low: float = 0.99, high: float = 1.01, max_ratio: float = 5.0
-) -> Tensor:
-    """-sg(min(w, C)) A log pi where exp(mean of log w over the turn or conversation) lies in [`low`, `high`], else 0.
-
-    Geometric rejection (Liu et al. 2025, richardli.xyz/rl-collapse; NeMo-RL's `seq-mask-tis`). Unlike the product, the
-    mean does not grow with the length. A conversation of several versions is accepted or rejected as a whole. C =
-    `max_ratio`.
-    """
-    _check_one_of("level", level, ("turn", "agent"))
-    with torch.no_grad():
-        mean = batch.mean(batch.log_ratio, _level(level)).exp()
-        weight = batch.ratio.clamp(max=max_ratio).masked_fill((mean < low) | (mean > high), 0.0)
-    return -weight * batch.advantages * batch.logprobs
-
-
-def off_policy_mask(
-    batch: LossBatch, *, threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float = 3.0
-) -> Tensor:
-    """`ppo`, but 0 where A < 0 and the mean of log mu - log pi over the conversation exceeds `threshold`.
-
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9): tokens that pi has already moved away
-    from are not pushed down further. Published thresholds differ by a factor of 5,000 (slime 1e-4, TRL 0.5).
-    """
-    with torch.no_grad():
-        away = batch.mean(batch.behavior_logprobs - batch.logprobs, "agent")
-        keep = (batch.advantages >= 0) | (away <= threshold)
-    return ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip) * keep
-
-
-def m2po(
-    batch: LossBatch,
-    *,
-    threshold: float = 0.04,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float = 3.0,
-) -> Tensor:
-    """`ppo`, but 0 for the tokens of largest (log w)² in the step, as many as it takes to bring the mean of the others
-    below `threshold`; for all tokens if none are small enough.
-
-    M2PO (arXiv:2510.01161): the second moment bounds the variance of the ratios, and few tokens make up most of it, so
-    that data from hundreds of steps ago stays useful. The divisor still counts all tokens.
-    """
-    with torch.no_grad():
-        moments, order = batch.log_ratio.square().sort(descending=True)
-        remaining_mean = moments.flip(0).cumsum(0).flip(0) / torch.arange(len(moments), 0, -1, device=moments.device)
-        low = (remaining_mean < threshold).nonzero()
-        first = int(low[0]) if len(low) else len(moments)
-        keep = torch.zeros_like(order, dtype=torch.bool)
-        keep[order[first:]] = True
-    return ppo(batch, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip) * keep
-
-
-def topr(batch: LossBatch, *, max_ratio: float = 1.0) -> Tensor:
-    """-A log pi where A > 0; -sg(min(v, C)) A log pi where A <= 0 (TOPR, arXiv:2503.14286).
-
-    v is the product of w over the conversation, C = `max_ratio`: good conversations are learned as in supervised
-    training, bad ones only as far as pi would still produce them.
-    """
-    with torch.no_grad():
-        v = batch.sum(batch.log_ratio, "agent").clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=max_ratio)
-        weight = torch.where(batch.advantages > 0, torch.ones_like(v), v)
-    return -weight * batch.advantages * batch.logprobs
-
-
-def vespo(
-    batch: LossBatch,
-    *,
-    k_positive: float = 2.0,
-    scale_positive: float = 3.0,
-    k_negative: float = 3.0,
-    scale_negative: float = 2.0,
-) -> Tensor:
-    """-sg(exp(c + k log v - c v)) A log pi (VESPO, arXiv:2602.10693), with v the product of w over the conversation.
-
-    k = `k_positive` and c = `scale_positive` where A >= 0, else the others. The weight is 1 at v = 1, and falls on both
-    sides. log v is kept within log 1e-8 and 20.
-    """
-    with torch.no_grad():
-        log_v = batch.sum(batch.log_ratio, "agent").clamp(math.log(1e-8), LOG_RATIO_LIMIT)
-        good = batch.advantages >= 0
-        k = _choose(good, k_positive, k_negative, batch.advantages)
-        c = _choose(good, scale_positive, scale_negative, batch.advantages)
-        weight = (c + k * log_v - c * log_v.exp()).exp()
-    return -weight * batch.advantages * batch.logprobs
-
-
-def clip_cov(batch: LossBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
-    """-w A, without gradient for a `share` of the step's tokens: those of largest covariance within [`low`, `high`].
-
-    Covariance of a token: (log pi - mean)(A - mean), means over the step (Clip-Cov, arXiv:2505.22617): such tokens make
-    the entropy fall. The paper draws them at random among those within the bounds; a loss here is a pure function.
-    """
-    covariance = _covariance(batch)
-    inside = (covariance >= low) & (covariance <= high)
-    clip_mask = _largest(covariance.masked_fill(~inside, -torch.inf), share) & inside
-    return -batch.ratio * batch.advantages * ~clip_mask
-
-
-def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -> Tensor:
-    """-w A, plus `coefficient` |log w| for the `share` of the step's tokens of largest covariance (arXiv:2505.22617).
-
-    Covariance as in `clip_cov`: KL-Cov penalizes those tokens instead of leaving them out.
-    """
-    mask = _largest(_covariance(batch), share)
-    log_w = batch.logprobs - batch.behavior_logprobs  # without the bound of `log_ratio`, which ends the penalty
-    return -batch.ratio * batch.advantages + coefficient * log_w.abs() * mask
 
 
 def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.0) -> Tensor:
@@ -332,39 +152,13 @@ def dpo(batch: LossBatch, *, beta: float = 0.1, pair: str = "sigmoid") -> Tensor
     return of_seat[at]
 
 
-def _covariance(batch: LossBatch) -> Tensor:
-    logprobs = batch.logprobs.detach()
-    return (logprobs - logprobs.mean()) * (batch.advantages - batch.advantages.mean())
-
-
-def _largest(values: Tensor, share: float) -> Tensor:
-    """Return a bool mask [n] of the share of tokens with the largest values, at least one."""
-    mask = torch.zeros(len(values), dtype=torch.bool, device=values.device)
-    if len(values):
-        mask[values.topk(min(len(values), max(1, round(share * len(values))))).indices] = True
-    return mask
-
-
-def _choose(where: Tensor, if_true: float, if_false: float, like: Tensor) -> Tensor:
-    """Choose one of two numbers per token, in the dtype of `like`."""
-    return torch.where(where, like.new_tensor(if_true), like.new_tensor(if_false))
-
-
-def _level(level: str) -> Id:
-    return "turn" if level == "turn" else "agent"
-
-
 def _check_one_of(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{option} = {value!r}: expected {', '.join(choices)}")
 
 
 BUILT_IN: dict[str, LossFunction] = {
-    function.__name__: function
-    for function in (
-        *(truncated, dppo, ppo, reinforce, cispo, sapo, gspo, decoupled_ppo, importance_sampling, geometric_mask),
-        *(off_policy_mask, m2po, topr, vespo, clip_cov, kl_cov, distillation, dpo),
-    )
+    function.__name__: function for function in (truncated, ppo, reinforce, importance_sampling, distillation, dpo)
 }
 """Losses, keyed by the name in `trainer.loss.name`; `LOSSES` has their declarations. None reads the entropies."""
 
@@ -386,7 +180,6 @@ class Loss:
     """Whether the entropy may carry a gradient."""
     entropy_bonus: float = 0.0
     kl: float = 0.0
-    kl_estimator: KLEstimator = "k3"
 
     @property
     def how_to_inspect(self) -> str:
@@ -421,7 +214,7 @@ class Loss:
             loss = loss - self.entropy_bonus * weights * batch.entropies.detach()
             by_entropy = by_entropy - self.entropy_bonus * weights
         if self.kl and batch.reference_logprobs is not None:
-            away = kl_divergence(batch.logprobs, batch.reference_logprobs, estimator=self.kl_estimator)
+            away = kl_divergence(batch.logprobs, batch.reference_logprobs)
             away = self.kl * weights * away
             loss, by_logprob = loss + away.detach(), by_logprob + self._derivatives(away, batch)[0]
         return TokenGradients(loss, by_logprob, by_entropy, by_reference_kl, weight)
@@ -494,27 +287,19 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
         uses_entropy=not is_built_in or bool(section.entropy_bonus),
         entropy_bonus=section.entropy_bonus,
         kl=config.kl,
-        kl_estimator=config.kl_estimator,
     )
 
 
-def kl_divergence(logprobs: Tensor, reference: Tensor, *, estimator: KLEstimator) -> Tensor:
-    """Estimate KL(pi || reference) per token, from tokens of pi (Schulman 2020, joschu.net/blog/kl-approx.html).
+def kl_divergence(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(pi || reference) per token, from tokens of pi (k3 of Schulman 2020, joschu.net/blog/kl-approx.html).
 
-    With d = log pi - log ref: k1 = d, unbiased; k2 = d²/2, biased and of low variance; k3 = exp(-d) - 1 + d, unbiased
-    and never negative. Their derivatives by log pi are 1, d and 1 - exp(-d): the expectation of k2's derivative is the
-    gradient of the divergence; that of k1's is 0, so k1 alone does not pull pi toward the reference. The exponential
-    continues as its tangent beyond exp(20): a bound on d would end the pull where pi is farthest from the reference.
+    With d = log pi - log ref: exp(-d) - 1 + d, unbiased and never negative. Its derivative by log pi is 1 - exp(-d).
+    The exponential continues as its tangent beyond exp(20): a bound on d would end the pull where pi is farthest from
+    the reference.
     """
     d = logprobs - reference
-    match estimator:
-        case "k1":
-            return d
-        case "k2":
-            return d * d / 2
-        case "k3":
-            over = torch.relu(-d - LOG_RATIO_LIMIT)
-            return torch.exp(-d - over) * (1 + over) - 1 + d
+    over = torch.relu(-d - LOG_RATIO_LIMIT)
+    return torch.exp(-d - over) * (1 + over) - 1 + d
 
 
 def token_metric_sums(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Tensor:

@@ -31,17 +31,14 @@ from agentrl.core.tokens import TrainingSample
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import LayerKinds, dtype_name, native_attention, outermost_layers
 from agentrl.engines.weights.reading import device_memory
-from agentrl.learn.context import ContextGroup
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
-from agentrl.learn.learner import ValueHead
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import BUCKET
 
-_SHORT = 4
-"""Length of the first rows that are measured, in tokens."""
-_LOOP = 1.3
-"""Operations of a forward pass, as a multiple of those over the first rows, above which it loops over its tokens."""
+_LOOP, _LONG_LOOP = 1.3, 20
+"""Operations of a forward pass, as multiples of those over the first rows, above which it loops over its tokens, and
+above which the loop would take minutes. Logits that are computed in pieces are a short loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +256,8 @@ class _LayerSamples:
         further_trained = _num_with_logits(plan, policy, first) - long.trained
         # Which operation has the peak may differ between short rows, so that longer ones seem to need less.
         beyond_per_token = max((beyond[1] - beyond[0]) / (long.length - short.length), beyond[1] / long.length)
-        return round(held[1] + beyond[1] + (per_token + beyond_per_token) * further + per_trained * further_trained)
+        measured = held[1] + beyond[1]
+        return max(measured, round(measured + (per_token + beyond_per_token) * further + per_trained * further_trained))
 
 
 def _sizes_of(models: Mapping[str, PolicyModel]) -> dict[str, int]:
@@ -340,7 +338,7 @@ def _shortest_pass(plan: TrainerPlan, policy: str, model: PolicyModel) -> _Pass:
     Without weights `why_unshared` cannot tell whether the tree is exact. A model that computes the tree but is trained
     on padded rows takes about the same memory in both.
     """
-    length = min(_SHORT, plan.max_context)
+    length = min(4, plan.max_context)
     try:
         return _step(plan, policy, model, length)
     except Exception as error:  # noqa: BLE001 - any error means that the model is trained on padded rows
@@ -351,13 +349,12 @@ def _shortest_pass(plan: TrainerPlan, policy: str, model: PolicyModel) -> _Pass:
 def _passes(plan: TrainerPlan, policy: str, model: PolicyModel, shortest: _Pass) -> list[_Pass]:
     """Measure a step over the longest rows; or, if the pass loops over its tokens, over two lengths to extrapolate, and
     over the shorter one with another number of trained tokens, whose share of short rows is rounded."""
-    limit = _LOOP * shortest.operations
     try:
-        return [_step(plan, policy, model, plan.max_context, limit=limit)]
+        return [_step(plan, policy, model, plan.max_context, limit=_LONG_LOOP * shortest.operations)]
     except _TooManyOperationsError:
         passes = [shortest, _step(plan, policy, model, 2 * shortest.length)]
-        while passes[-1].operations < limit:  # it loops over chunks of tokens, of which few are shorter than 64
-            passes.append(_step(plan, policy, model, max(128, 4 * passes[-1].length)))
+        while passes[-1].operations < _LOOP * shortest.operations:  # it loops over chunks, of which few are below 64
+            passes.append(_step(plan, policy, model, min(max(128, 4 * passes[-1].length), plan.max_context)))
         short, long = passes[-2:]
         return [short, long, _step(plan, policy, model, short.length, short.trained - 1 or 2)]
 
@@ -394,12 +391,8 @@ def _step(
         if loss in LOSSES
         else FunctionDeclaration("loss", divergence=bool(plan.policies[policy].reference))
     )
-    value_head = None
     gradients = [parameter.grad for parameter in model.parameters.values() if parameter.grad is not None]
     with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counter:
-        if (gae := plan.credit.advantage.gae) is not None:
-            width = model.model.config.get_text_config().hidden_size
-            value_head = ValueHead(width, model.model.device, gae.value_updates)
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         with torch.enable_grad(), _Limit(counter, limit):  # the limit may end a change of this mode
             output = token_logprobs(
@@ -409,26 +402,14 @@ def _step(
                 entropy_gradient=bool(plan.trainer.entropy_bonus) or loss not in LOSSES,
                 replay=model.replay,
                 reference=reference,
-                value_head=value_head,
-                context=_context_group(plan) if model.shared_prefixes else None,
             )
         operations = counter.operations
         total = output.logprob.sum() + output.entropy.sum()
         if output.reference_kl is not None:
             total = total + output.reference_kl.sum()
-        if output.values is not None:
-            total = total + output.values.sum()
-        if value_head is not None and output.values is not None:
-            value_head.add_curvature(torch.ones_like(output.values))
         held = counter.live
         total.backward()
     return _Pass(length, int(rows[0].loss_mask.sum()), held, counter.peak, operations)
-
-
-def _context_group(plan: TrainerPlan) -> ContextGroup | None:
-    """Return the last of a plan's context ranks, which has the most trained tokens: they are at the end of rows."""
-    size = plan.trainer.context_ranks
-    return ContextGroup(rank=size - 1, size=size) if size > 1 else None
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:

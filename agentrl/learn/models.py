@@ -8,7 +8,7 @@ into which they merge it. Nothing is fetched: no network, no remote code.
 
 Owns: loading, the parameters of each policy, the active adapter. Does not own: the content of a published version
 (`publication.py`), whether the forward pass is right (`forward_check.py`), what an adapter changes (`adapters.py`),
-recomputation and compilation of layers (`layers.py`). Invariants: the shared base never requires a gradient; a
+recomputation of layers (`layers.py`). Invariants: the shared base never requires a gradient; a
 policy's initial weights do not depend on the other policies.
 """
 
@@ -27,14 +27,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from agentrl.config.combinations import DISPATCHED, OFFLOADED
 from agentrl.config.plans import BaseModelPlan, TrainerPlan
 from agentrl.config.policies import LoraConfig
-from agentrl.config.sections import TrainerConfig
-from agentrl.core.errors import ConfigError, ModelError
+from agentrl.core.errors import ModelError
 from agentrl.core.ids import stable_hash64
-from agentrl.core.parts import check_compatible
-from agentrl.engines.experts import adaptable_experts, expert_tensors, find_experts
 from agentrl.engines.models import (
     check_sparse_attention,
     computing_in_float32,
@@ -53,8 +49,6 @@ from agentrl.learn.adapters import (
     short_names,
     weight_matrices,
 )
-from agentrl.learn.context import ContextGroup
-from agentrl.learn.experts import predict_layer_bytes
 from agentrl.learn.forward import (
     ATTENTION,
     HeadOutput,
@@ -65,11 +59,10 @@ from agentrl.learn.forward import (
     tree_attention,
 )
 from agentrl.learn.forward_check import why_unshared
-from agentrl.learn.layers import check_compilable, compile_layers, recompute_layers
+from agentrl.learn.layers import recompute_layers
 from agentrl.learn.packing import MicroBatch, TreeSize
 from agentrl.learn.publication import Publication, PublishedAdapter, PublishedWeights
 from agentrl.learn.ranks import ShardedForward, gather_float32, shard_tensor
-from agentrl.learn.recurrence import follow_trees
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,8 +99,6 @@ class PolicyModel:
         """Whether a micro-batch is a prefix tree only where that is faster; otherwise all are."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
-        self.experts = ""
-        """How the experts are computed, if there are any and the weights are sharded."""
         self.described = described
         """Layers with an adapter, and their share of the model; empty for full weights."""
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"
@@ -167,8 +158,6 @@ class PolicyModel:
         replay: RoutingReplay | None = None,
         top: int = 0,
         reference: HeadOutput | SamplerDistributions | None = None,
-        value_head: nn.Module | None = None,
-        context: ContextGroup | None = None,
     ) -> HeadOutput:
         forward = self._sharded_forward or partial(token_logprobs, self.model)
         is_tree = batch.is_tree and self.shared_prefixes  # a canary's row may be either
@@ -182,8 +171,6 @@ class PolicyModel:
             replay=replay,
             top=top,
             reference=reference,
-            value_head=value_head,
-            context=context,
         )
 
     def train(self, *, offload: bool = False) -> None:
@@ -245,16 +232,11 @@ def load_models(
     Raises:
         ModelError: the directory is not a causal LM that can be trained, or routing is recorded and the model's routers
             cannot replay it.
-        ConfigError: an adapter targets a layer that cannot be both trained and served, or layers cannot be compiled.
+        ConfigError: an adapter targets a layer that cannot be both trained and served.
     """
-    if plan.trainer.compile:
-        check_compilable(sharded=mesh is not None)
     models: dict[str, PolicyModel] = {}
     for base in plan.bases:
         models |= _load_on_base(plan, base, device, mesh, trim)
-    if plan.trainer.compile and device.type != "meta":
-        for model in {id(policy_model.model): policy_model.model for policy_model in models.values()}.values():
-            compile_layers(model)
     return {name: models[name] for name in plan.policies}
 
 
@@ -363,11 +345,8 @@ def _load_on_base(
         if mesh is not None:
             if id(policy_model.model) not in sharded_forwards:
                 masters = policy_model.kind == "full"
-                experts, policy_model.experts = _dispatched_experts(
-                    plan.trainer, policy_model.model, mesh, trained=masters
-                )
                 sharded_forwards[id(policy_model.model)] = ShardedForward(
-                    policy_model.model, mesh, masters=masters, offload=offload, experts=experts
+                    policy_model.model, mesh, masters=masters, offload=offload
                 )
             policy_model.shard(sharded_forwards[id(policy_model.model)])
         policy_model.train(offload=plan.offloads_masters)
@@ -380,17 +359,13 @@ class _AdaptableLayers(NamedTuple):
     """The layers of a base model that can be trained and served under an adapter."""
 
     modules: Sequence[str] = ()
-    experts: Sequence[str] = ()
-    """Tensors of experts."""
     matrices: Mapping[str, torch.Size] = MappingProxyType({})
     """Shapes of all weight matrices."""
 
     @staticmethod
     def of(model: PreTrainedModel) -> _AdaptableLayers:
         """Find the layers of a model without adapters."""
-        experts = adaptable_experts(model).items()
-        expert_names = [f"{at}.{tensor}" for at, each in experts for tensor in expert_tensors(each)]
-        return _AdaptableLayers(adaptable_modules(model), expert_names, weight_matrices(model))
+        return _AdaptableLayers(adaptable_modules(model), weight_matrices(model))
 
 
 class LoadedBase:
@@ -425,7 +400,7 @@ class LoadedBase:
         model = self.model
         # Before `why_unshared`, which changes the attention.
         self._layers = _AdaptableLayers.of(model) if takes_adapters else _AdaptableLayers()
-        self._unshared = why_unshared(model, plan.max_context)
+        self._unshared = why_unshared(model, plan.max_context, path)
         self._peft: peft.PeftModel | None = None
         self._number = 0
 
@@ -440,7 +415,6 @@ class LoadedBase:
         if self._model is None:
             self._model = self._read()
             self._model.requires_grad_(False)
-            follow_trees(self._model)
             self._replay = _replay(self._model, captured=self._plan.capture_routing)
             if self._recompute:
                 recompute_layers(self._model, self._replay)
@@ -483,13 +457,7 @@ class LoadedBase:
         """
         model, layers = self.model, self._layers
         targets = adapter_targets(f"policies.{name}.lora", lora, layers.modules, model)
-        if lora.experts and not layers.experts:
-            raise ConfigError(
-                f"policies.{name}.lora.experts = true: {type(model).__name__} has no experts on which an adapter can "
-                "be trained and served. Remove the setting"
-            )
-        experts = [*layers.experts] if lora.experts else []
-        description = f"{name}: {describe_adapter(lora, [*targets, *experts], layers.matrices)}"
+        description = f"{name}: {describe_adapter(lora, targets, layers.matrices)}"
         if lora.merge and self._dtype != torch.float32:
             description += f"; merged into {str(self._dtype).removeprefix('torch.')}, which loses small updates"
         # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
@@ -499,7 +467,7 @@ class LoadedBase:
         place = torch.device("meta") if model.device.type == "meta" else nullcontext()
         with torch.random.fork_rng(devices=[]), place:
             torch.manual_seed(stable_hash64(self._plan.seed, name, "adapter") >> 1 if seed is None else seed)
-            self._peft = add_adapter(model, self._peft, adapter, lora, short_names(targets, model), experts, self._path)
+            self._peft = add_adapter(model, self._peft, adapter, lora, short_names(targets, model), self._path)
         model.requires_grad_(False)
         return PolicyModel(
             model=model,
@@ -524,50 +492,6 @@ class LoadedBase:
         else:
             self._peft.unload()
             self._peft = None
-
-
-def _dispatched_experts(
-    trainer: TrainerConfig, model: PreTrainedModel, mesh: DeviceMesh, *, trained: bool
-) -> tuple[Mapping[str, Any], str]:
-    """Choose the experts to which tokens travel; return them with a sentence on the choice.
-
-    Raises:
-        ConfigError: `trainer.experts` is "dispatched", and they cannot be.
-    """
-    choice, ranks = trainer.experts, mesh.size(mesh.ndim - 1)
-    experts = find_experts(model)
-    counts = {module.num_experts for module in experts.values()}
-    refusal = ""
-    if not experts:
-        refusal = f"{type(model).__name__} has no experts whose weights lie in one tensor"
-    elif trainer.sharding == "offload":
-        if choice == "dispatched":
-            check_compatible([DISPATCHED, OFFLOADED])
-        refusal = "trainer.sharding is 'offload', and each rank computes experts where their weights are"
-    elif any(count % ranks for count in counts):
-        refusal = f"{ranks} ranks do not divide {' or '.join(map(str, sorted(counts)))} experts"
-    if refusal and choice == "dispatched":
-        raise ConfigError(f"trainer.experts = 'dispatched': {refusal}")
-    if not experts:
-        return {}, ""
-    shape = model.config.get_text_config()
-    module = next(iter(experts.values()))
-    sent = predict_layer_bytes(
-        weights=sum(parameter.numel() for parameter in module.parameters()),
-        width=shape.hidden_size,
-        top_k=getattr(shape, "num_experts_per_tok", None) or 1,
-        tokens=trainer.micro_batch_tokens // trainer.context_ranks,
-        ranks=ranks,
-        itemsize=model.dtype.itemsize,
-        trained=trained,
-    )
-    if refusal or choice == "gathered" or (choice == "auto" and sent.gathered <= sent.dispatched):
-        return {}, f"experts: gathered, {_sent_text(sent.gathered, sent.dispatched)}{refusal and f' ({refusal})'}"
-    return experts, f"experts: dispatched, {_sent_text(sent.dispatched, sent.gathered)}"
-
-
-def _sent_text(chosen: float, other: float) -> str:
-    return f"about {chosen / 1e6:,.1f} MB sent per layer and micro-batch instead of {other / 1e6:,.1f} MB"
 
 
 def _load(

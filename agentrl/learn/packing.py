@@ -13,7 +13,7 @@ Owns: order, sharing, splitting, which positions are trained. Does not own: tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,8 +43,6 @@ class MicroBatch:
     temperature: Float32Array  # [n]
     sample: Int64Array  # [n], index of the sample in the list that was packed
     position: Int64Array  # [n], position of the trained token in its row
-    end_index: Int64Array | None = None  # [m], the hidden states at the ends of conversations that a limit cut
-    end_sample: Int64Array | None = None  # [m], their samples
     kept_counts: Int64Array | None = None  # [n], as in `KeptSets`
     kept_ids: Int32Array | None = None  # [sum of the sets' sizes]
     expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
@@ -64,24 +62,6 @@ class MicroBatch:
             return len(self.token_ids)
         return int((self.expert_routing < 0).any(axis=(1, 2)).sum())
 
-    def with_min_tokens(self, count: int) -> MicroBatch:
-        """Return the batch with at least `count` tokens: added ones are rows of one token that predict nothing."""
-        size = len(self.token_ids)
-        added = np.arange(size, count)
-        if not len(added):
-            return self
-        zeros, routing = np.zeros_like(added), self.expert_routing
-        if routing is not None:
-            routing = np.concatenate([routing, np.full((len(added), *routing.shape[1:]), -1, np.int16)])
-        return replace(
-            self,
-            token_ids=np.concatenate([self.token_ids, zeros]),
-            position_ids=np.concatenate([self.position_ids, zeros]),
-            visible_until=np.concatenate([self.visible_until, added + 1]),
-            starts=np.concatenate([self.starts, added]),
-            expert_routing=routing,
-        )
-
 
 class TreeSize(NamedTuple):
     """Work of some rows as a prefix tree and row by row. A pair is a token and one that it sees."""
@@ -97,7 +77,6 @@ def pack(
     *,
     max_tokens: int,
     share: bool | Callable[[TreeSize], bool] = True,
-    ends: bool = False,
     one_pass: bool = False,
 ) -> Iterator[MicroBatch]:
     """Pack samples into micro-batches of at most `max_tokens` tokens (a longer row stands alone).
@@ -106,15 +85,11 @@ def pack(
         samples: rows in any order; a row without trained tokens is left out.
         max_tokens: bound on the tokens forwarded at once.
         share: forward common prefixes once; otherwise forward every row whole. A function decides for each micro-batch.
-        ends: forward rows that a limit cut to their last token, for `MicroBatch.end_index`.
         one_pass: whether each micro-batch must be one forward pass, although whole rows are padded in blocks of similar
             length. The ranks of a sharded model need equally many passes.
     """
     samples_with_positions = zip(samples, trained_positions(samples), strict=True)
-    rows = [
-        _PackedRow(index, sample, positions, has_end=ends and sample.is_cut)
-        for index, (sample, positions) in enumerate(samples_with_positions)
-    ]
+    rows = [_PackedRow(index, sample, positions) for index, (sample, positions) in enumerate(samples_with_positions)]
     in_blocks = one_pass and share is False
     rows = sorted((row for row in rows if row.length), key=lambda row: -row.length if in_blocks else row.order)
     at = 0
@@ -138,15 +113,14 @@ def _tree_size(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -> 
 class _PackedRow:
     """A sample, cut after the last token that matters, with the bytes that determine the prefix it can share."""
 
-    __slots__ = ("has_end", "index", "length", "order", "positions", "routing", "sample", "signature")
+    __slots__ = ("index", "length", "order", "positions", "routing", "sample", "signature")
 
-    def __init__(self, index: int, sample: TrainingSample, positions: Int64Array, *, has_end: bool) -> None:
+    def __init__(self, index: int, sample: TrainingSample, positions: Int64Array) -> None:
         self.index = index
         self.sample = sample
         self.positions = positions
-        self.has_end = has_end and len(positions) > 0
-        # Otherwise the last trained token is only a target; nothing is predicted from it.
-        self.length = len(sample.token_ids) if self.has_end else int(positions[-1]) if len(positions) else 0
+        # The last trained token is only a target; nothing is predicted from it.
+        self.length = int(positions[-1]) if len(positions) else 0
         self.routing = None if sample.experts is None else _whole_routing(sample.experts.rows, self.length)
         signature = sample.token_ids[: self.length].astype(">i4").view(np.uint8).reshape(self.length, 4)
         if self.routing is not None:
@@ -199,7 +173,6 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
     trained = Tokens.join([row.sample.take(row.positions) for row in members])
     counts = [len(row.positions) for row in members]
     temperatures = np.ones(len(trained)) if trained.temperatures is None else trained.temperatures
-    cut = [(row.index, path[-1]) for row, path in zip(members, paths, strict=True) if row.has_end]
 
     return MicroBatch(
         token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in rows]).astype(np.int64),
@@ -211,8 +184,6 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int], *
         temperature=temperatures.astype(np.float32),
         sample=np.repeat(np.array([row.index for row in members], np.int64), counts),
         position=np.concatenate([row.positions for row in members]),
-        end_index=np.array([at for _, at in cut], np.int64) if cut else None,
-        end_sample=np.array([index for index, _ in cut], np.int64) if cut else None,
         kept_counts=None if trained.kept is None else trained.kept.counts.astype(np.int64),
         kept_ids=None if trained.kept is None else trained.kept.ids,
         expert_routing=_routing(rows),
@@ -238,30 +209,6 @@ def _routing(rows: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None
             part[:] = row.routing[common:]
         parts.append(part)
     return np.concatenate(parts)
-
-
-class TreeNode(NamedTuple):
-    """Consecutive tokens [start, stop) of a prefix tree without a branch between them."""
-
-    start: int
-    stop: int
-    parent: int
-    """The node before, by its number; -1: none."""
-
-
-def tree_nodes(batch: MicroBatch) -> list[TreeNode]:
-    """Return the nodes of a micro-batch's prefix tree, in the order of their tokens."""
-    position, until = batch.position_ids, batch.visible_until
-    branches = (position[1:] != position[:-1] + 1) | (until[1:] != until[:-1])
-    starts = np.concatenate([[0], np.flatnonzero(branches) + 1])
-    nodes: list[TreeNode] = []
-    path: list[int] = []
-    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(position)], strict=True):
-        while path and position[nodes[path[-1]].stop - 1] + 1 != position[start]:
-            path.pop()
-        nodes.append(TreeNode(start, stop, path[-1] if path else -1))
-        path.append(len(nodes) - 1)
-    return nodes
 
 
 def padded_rows(batch: MicroBatch) -> Iterator[tuple[Int64Array, NDArray[np.bool_]]]:

@@ -108,8 +108,6 @@ class PublishedAdapter(Publication):
             config |= {"base_model_name_or_path": name, "revision": commit}
         config["inference_mode"] = True
         config["target_modules"] = sorted(config["target_modules"])
-        if config["target_parameters"]:
-            config["target_parameters"] = sorted(config["target_parameters"])
         return config
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -181,12 +179,12 @@ class PublishedWeights(Publication):
     @cached_property
     def _carried(self) -> Mapping[str, StoredTensor]:
         """Tensors that the checkpoint has and the text model does not, such as those of a vision tower: a version has
-        them as they are, or dequantized."""
+        them as they are."""
         state = dict(self._model_tensors())
         known = self._convert(self._without_data(state, state)).keys()  # those of tied weights, too
         stored = {
             name: tensor
-            for name, tensor in checkpoint_tensors(self._policy.base, self._policy.dtype).items()
+            for name, tensor in checkpoint_tensors(self._policy.base).items()
             if tensor.get_dtype() in FLOAT_DTYPES
         }
         if not self._convert(self._without_data(tensors := self._unique_tensors(), tensors)).keys() <= stored.keys():

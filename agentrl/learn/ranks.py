@@ -17,10 +17,11 @@ GPU yet.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -34,10 +35,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from agentrl.core.errors import AgentRLError, ModelError, StorageError, TrainerError, TrainerLostError
 from agentrl.core.network import interface_of
 from agentrl.engines.models import outermost_layers
-from agentrl.engines.weights.gloo import Rendezvous
-from agentrl.engines.weights.senders import JOIN_TIMEOUT
-from agentrl.learn.context import ContextGroup
-from agentrl.learn.experts import dispatch_experts
 from agentrl.learn.forward import HeadOutput, token_logprobs
 
 if TYPE_CHECKING:
@@ -48,6 +45,26 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 """Time that a rank waits for the others in a collective operation."""
+JOIN_TIMEOUT = timedelta(seconds=45)
+"""Time that a rank waits for the others to join the group."""
+
+
+class Rendezvous(NamedTuple):
+    """Address of rank 0's store, where the ranks meet."""
+
+    host: str
+    port: int
+
+
+def serve_rendezvous(host: str) -> tuple[Rendezvous, TCPStore]:
+    """Serve the store of a group on one address of this machine and a free port, as rank 0."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = listener.getsockname()[1]
+    # Given a listening socket, the store listens only at that address, and owns the socket.
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach()
+    )
+    return Rendezvous(host, port), store
 
 
 def equal_shares(count: int, ranks: int) -> list[range]:
@@ -190,8 +207,7 @@ _REFUSALS: Mapping[str, type[AgentRLError]] = {error.__name__: error for error i
 
 
 class RankGroup(Protocol):
-    """A group of trainers of the same weights, whole or sharded, each of which sees a share of every step. The ranks of
-    a context group see the same share."""
+    """A group of trainers of the same weights, whole or sharded, each of which sees a share of every step."""
 
     rank: int
     size: int
@@ -208,11 +224,6 @@ class RankGroup(Protocol):
         """Return the mesh over which models are sharded, each copy over `shards` ranks; None: there is no group."""
         ...
 
-    def context(self, size: int) -> ContextGroup | None:
-        """Return this rank's group of `size` consecutive ranks, which divide the tokens of a micro-batch; None: this
-        rank computes all of them."""
-        ...
-
 
 class SingleRankGroup:
     """A trainer without other ranks."""
@@ -227,8 +238,6 @@ class SingleRankGroup:
         return [data]
 
     def mesh(self, shards: int) -> DeviceMesh | None: ...
-
-    def context(self, size: int) -> ContextGroup | None: ...
 
 
 BUCKET = 256 << 20
@@ -330,12 +339,6 @@ class DistributedRankGroup:
         names = ("replicate", "shard")
         return init_device_mesh(self._device.type, (self.size // shards, shards), mesh_dim_names=names)
 
-    def context(self, size: int) -> ContextGroup | None:
-        if size == 1:
-            return None
-        mesh = init_device_mesh(self._device.type, (self.size // size, size))
-        return ContextGroup(rank=self.rank % size, size=size, processes=mesh.get_group(1))
-
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group()
@@ -369,7 +372,6 @@ class ShardedForward(nn.Module):
         masters: whether full weights are trained, so that the shards are float32.
         offload: whether the shards stay in main memory, with their gradients and optimizer states; layers go to the
             mesh's device while they compute.
-        experts: experts to which tokens travel (`experts.dispatch_experts`); the others' weights are gathered.
 
     Raises:
         ModelError: FSDP2 cannot shard the model.
@@ -382,7 +384,6 @@ class ShardedForward(nn.Module):
         *,
         masters: bool,
         offload: bool = False,
-        experts: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.model: Any = model
@@ -396,16 +397,13 @@ class ShardedForward(nn.Module):
             )
         place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         shards = _without_data(self.model)
-        dispatched = dispatch_experts(experts or {}, mesh, policy.param_dtype)
         try:
             for module in [*outermost_layers(self.model), self]:
                 if masters:
                     for parameter in module.parameters():
                         if not isinstance(parameter, DTensor):
                             parameter.data = parameter.data.float()
-                module_shards: Any = fully_shard(
-                    module, mesh=mesh, mp_policy=policy, offload_policy=place, ignored_params=dispatched
-                )
+                module_shards: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
                 # Gradients are summed, not averaged, over ranks: the loss is already divided by the normalizer of the
                 # whole step.
                 module_shards.set_gradient_divide_factor(1.0)

@@ -8,7 +8,7 @@ integers from 0, so that a mean over a conversation is one `index_add`. Columns 
   `trainer_logprobs`  float32 [tokens], NaN where the token was not forwarded (no gradient could come from its row)
   `entropy`           float32 [tokens], of the distribution the trainer computed, in nats; NaN in the same places
   `behavior_logprobs` float32 [tokens], recorded by the engine
-  `advantages`        float32 [tokens]; with `credit.advantage = "gae"` those that the trainer computed
+  `advantages`        float32 [tokens]
   `lag`               int32 [tokens], steps from the weights that sampled the token to those the trainer computed with;
                       at least 1 for those of an earlier lineage, -1 where it is not known who sampled
   metadata `rows`     JSON, [[episode id, row index of the unit], …] in the order the trainer consumed them
@@ -31,7 +31,7 @@ import numpy as np
 
 from agentrl.core import ids
 from agentrl.core.column_files import decode_columns, encode_columns
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import NEVER_RESUMED, Lines, PolicyVersion
 from agentrl.core.tokens import LOSS_COLUMNS, EncodedTokens, Tokens, TrainingSample
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 
@@ -84,8 +84,10 @@ class TokenColumns:
     """`row_digest` of each sample, one after another."""
 
     @staticmethod
-    def of(samples: Sequence[TrainingSample], version: PolicyVersion, *, group_size: int) -> TokenColumns:
-        """Make the columns of samples, to be trained by the weights of `version`."""
+    def of(
+        samples: Sequence[TrainingSample], version: PolicyVersion, lines: Lines = NEVER_RESUMED, *, group_size: int
+    ) -> TokenColumns:
+        """Make the columns of samples, to be trained by the weights of `version` in a run with these `lines`."""
         positions = trained_positions(samples)
         counts = [len(at) for at in positions]
         names: dict[Id, list[tuple[object, ...]]] = {name: [] for name in IDS}
@@ -107,7 +109,7 @@ class TokenColumns:
         numbers = {name: {key: index for index, key in enumerate(keys_of[name])} for name in IDS}
         id_columns = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
 
-        lags = [token_lags(sample, version) for sample in samples]
+        lags = [token_lags(sample, version, lines) for sample in samples]
         is_fresh = [bool(sample.spans) and not (lag > 0).any() for sample, lag in zip(samples, lags, strict=True)]
         parts = [sample.with_column("kept", None).take(at) for sample, at in zip(samples, positions, strict=True)]
         trained_lags = [lag[at] for lag, at in zip(lags, positions, strict=True)]

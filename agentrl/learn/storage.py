@@ -1,8 +1,7 @@
 """Checkpoints of learners, from which training resumes.
 
 A checkpoint of a policy is `<directory>/<policy>/`: `weights.safetensors` (trained parameters, float32),
-`optimizer.safetensors` (AdamW's moments), `rng.json` (torch's random state), `state.json` (step, version, last report),
-and with `credit.advantage = "gae"` the same four for the value head, in `value_head/`.
+`optimizer.safetensors` (AdamW's moments), `rng.json` (torch's random state), `state.json` (step, version, last report).
 
 Files are safetensors and JSON, never pickle. Owns: the layout, and how tensors are written to a file. Does not own: the
 manifest that completes a checkpoint and the deletion of old files (the orchestrator's).
@@ -13,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
@@ -35,7 +34,6 @@ from agentrl.core.files import (
     read_safetensors_header,
 )
 from agentrl.core.records import PolicyVersion, StepReport
-from agentrl.core.weight_deltas import DeltaEncoder
 from agentrl.learn.ranks import exhaust_on_exit, gather_tensors_sequentially, local_row_slice, local_shard
 
 if TYPE_CHECKING:
@@ -251,7 +249,6 @@ def write_tensors(
     tensors: Iterator[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
     digest: _Hash | None = None,
-    encoder: DeltaEncoder | None = None,
     *,
     durable: bool = True,
 ) -> None:
@@ -266,7 +263,6 @@ def write_tensors(
         tensors: tensors to write, as many as `layout` has.
         metadata: metadata of the file.
         digest: hash to update with the file's content.
-        encoder: turns the content into a delta, which is written in its place.
         durable: whether the file will be synced when it is complete.
     """
     with (
@@ -279,19 +275,18 @@ def write_tensors(
         syncs: list[Future[None]] = []
         unsynced_bytes = 0
 
-        def write(parts: Iterable[memoryview]) -> None:
+        def write(data: memoryview) -> None:
             nonlocal unsynced_bytes
-            for data in parts:
-                while data:
-                    num_written = file.write(data[:SYNC_BYTES])
-                    data = data[num_written:]
-                    unsynced_bytes += num_written
-                    if durable and unsynced_bytes >= SYNC_BYTES:
-                        unsynced_bytes = 0
-                        syncs.append(syncer.submit(os.fdatasync, file.fileno()))
+            while data:
+                num_written = file.write(data[:SYNC_BYTES])
+                data = data[num_written:]
+                unsynced_bytes += num_written
+                if durable and unsynced_bytes >= SYNC_BYTES:
+                    unsynced_bytes = 0
+                    syncs.append(syncer.submit(os.fdatasync, file.fileno()))
 
         def add(data: memoryview) -> None:
-            pending.append([writer.submit(write, [data] if encoder is None else encoder.add(data))])
+            pending.append([writer.submit(write, data)])
             if digest is not None:
                 pending[-1].append(hasher.submit(digest.update, data))
             if len(pending) > 2:
@@ -304,8 +299,6 @@ def write_tensors(
             assert (name, expected.shape, expected.dtype) == (tensor_name, tensor.shape, tensor.dtype)
             add(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # free it before the next tensor is gathered
-        if encoder is not None:
-            pending.append([writer.submit(write, encoder.finish())])
         for future in chain(chain.from_iterable(pending), syncs):
             future.result()
 

@@ -14,6 +14,7 @@ trained here. The update does not depend on the number of ranks, sharding, micro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -32,22 +33,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.combinations import CONTEXT_RANKS, WHOLE_ROWS
 from agentrl.config.plans import TrainerPlan
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import BEYOND_EPISODE, FunctionCode
-from agentrl.core.errors import NonFiniteError, StorageError, SupersededVersionError, TrainerError
-from agentrl.core.files import ReadBytes, read_bytes
-from agentrl.core.parts import check_compatible
-from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
+from agentrl.core.errors import NonFiniteError, StorageError, TrainerError
+from agentrl.core.files import LOCAL, ReadBytes, read_bytes
+from agentrl.core.records import Lines, PolicyVersion, StepReport, TrainBatch, Unit, WeightsRef
 from agentrl.core.tokens import TrainingSample
-from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples, without_stale_tokens
 from agentrl.engines.models import native_attention
 from agentrl.engines.shared_cores import computing, use_threads
-from agentrl.engines.weights.senders import WeightDestination
 from agentrl.journal.rows import make_unit_reader
-from agentrl.learn.context import ContextGroup
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput, compiles_attention
 from agentrl.learn.fused import Kernels, describe_fused, find_kernels, fuse_layers
@@ -75,7 +71,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
-    from agentrl.config.sections import GaeConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,8 +80,7 @@ _COUNTS = (
     *("lost_routing", "stale_tokens"),
 )
 _TOKEN_SUMS = ("loss", "entropy", "kept_mass", *SUMS)
-_VALUE_SUMS = ("value_loss", "taught_units", "residual", "squared_residual", "return", "squared_return")
-_TOTALS = (*_COUNTS, *_TOKEN_SUMS, *_VALUE_SUMS)
+_TOTALS = (*_COUNTS, *_TOKEN_SUMS)
 
 
 class PolicyTrainer:
@@ -121,16 +115,13 @@ class PolicyTrainer:
         self._plan = plan
         self._directory = run_directory
         self._ranks: RankGroup = ranks if ranks is not None else SingleRankGroup()
-        self._context: ContextGroup | None = None
-        """Ranks that divide the tokens of this rank's micro-batches; None: this rank computes all of them."""
         self._read = read if read is not None else make_unit_reader(run_directory)
         self._read_file = read_file
         self._loss = make_loss(plan.trainer, loss)
-        self._gae = plan.credit.advantage.gae
-        self._publisher = Publisher(
-            run_directory, plan.model, publish=plan.publish, holds=plan.demand.engine_in_process and ranks is None
-        )
+        self._publisher = Publisher(run_directory, holds=plan.demand.engine_in_process and ranks is None)
         self._publishes = publishes
+        self._unsynced: list[Path] = []
+        """Files of steps that no checkpoint has sealed; on rank 0."""
         self._canaries: dict[Path, CanaryBuilder] = {}
         """Canary makers, keyed by base model; empty if this trainer publishes nothing."""
         self._clock = SystemClock()
@@ -158,17 +149,13 @@ class PolicyTrainer:
             self._directory.mkdir(parents=True, exist_ok=True)
         shards = int(self._ranks.gather(str(shard_count(self._plan, self._ranks.size)).encode())[0])
         mesh = self._ranks.mesh(shards) if shards > 1 else None
-        self._context = self._ranks.context(self._plan.trainer.context_ranks)
         device = rank_device(self._ranks.rank, stays_on_cpu=self._plan.demand.stays_on_cpu)
         models = load_models(self._plan, device, mesh)
         if self._loss.needs_reference:
             self._references = load_references(self._plan, models, device, mesh)
-        self._check_context(models)
         for name, policy in self._plan.policies.items():
             optimizer, steps = self._plan.trainer.optimizer, self._plan.steps[name]
-            self._learners[name] = Learner(
-                name, models[name], policy, optimizer, steps=steps, gae=self._gae, device=device
-            )
+            self._learners[name] = Learner(name, models[name], policy, optimizer, steps=steps)
         if self._publishes and (self._ranks.rank == 0 or mesh is not None):
             for model in models.values():
                 if model.base not in self._canaries:
@@ -178,7 +165,7 @@ class PolicyTrainer:
                 state = learner.load(resume_from / name, self._read_file)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
         sharing_lines = [f"{name}: {_sharing_text(model)}" for name, model in models.items()]
-        if device.type == "cuda" and mesh is None and not self._plan.trainer.compile:
+        if device.type == "cuda" and mesh is None:
             kernels = find_kernels()
             if isinstance(kernels, str):
                 sharing_lines.append(f"norms, rotary embeddings and SwiGLU are not fused: {kernels}")
@@ -187,8 +174,7 @@ class PolicyTrainer:
                 sharing_lines.append(
                     "norms, rotary embeddings and SwiGLU: fused by liger-kernel, once the first step has checked them"
                 )
-        experts = dict.fromkeys(model.experts for model in models.values() if model.experts)
-        return (*(model.described for model in models.values() if model.described), *experts, *sharing_lines)
+        return (*(model.described for model in models.values() if model.described), *sharing_lines)
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
@@ -213,7 +199,7 @@ class PolicyTrainer:
                 f"policy {batch.policy!r}: the loss {self._loss.name}, or the mean over sequences, needs all units of "
                 f"a step at once, and step {batch.step_id} was started without some of them"
             )
-        share = self._read_share(learner, units)
+        share = self._read_share(learner, batch.lines, units)
         if share is None:
             return
         samples, num_stale = share
@@ -225,7 +211,7 @@ class PolicyTrainer:
         complete = False
         try:
             with computing():
-                self._accumulate(learner, step, samples, normalizer=batch.normalizer)
+                self._accumulate(learner, step, samples, batch)
             complete = True
         finally:
             if not complete:  # a partial gradient must never be applied
@@ -245,8 +231,8 @@ class PolicyTrainer:
             if reason := next(filter(None, reasons), b"").decode():
                 self._stop_sharing(model, reason)
                 warnings.warn(_sharing_text(policy_model), stacklevel=3)
-            # Ranks need equally many passes, and each block of padded rows is one; context ranks divide trees alone.
-            elif not policy_model.sharded and self._context is None:
+            # Ranks of shards need equally many passes, and each block of padded rows is one.
+            elif not policy_model.sharded:
                 chooses = rows_are_exact(policy_model)
                 for learner in self._learners.values():
                     if learner.model.model is model:
@@ -263,39 +249,10 @@ class PolicyTrainer:
         for each in (*(self._learners[name].model for name in policies), *references):
             each.unshared = reason
             each.model.set_attn_implementation(native_attention(each.model))
-        self._check_context({name: self._learners[name].model for name in policies})
 
-    def _check_context(self, models: Mapping[str, PolicyModel]) -> None:
-        """Refuse to divide the tokens of models that compute whole rows.
-
-        Raises:
-            ConfigError: there are context ranks, and a policy's model computes whole rows.
-        """
-        if self._context is None:
-            return
-        ranks = CONTEXT_RANKS._replace(setting=f"trainer.context_ranks = {self._context.size}")
-        rows = [
-            WHOLE_ROWS._replace(setting=f"policies.{name}, which computes every row whole because of {model.unshared}")
-            for name, model in models.items()
-            if model.unshared
-        ]
-        check_compatible([ranks, *rows])
-
-    @property
-    def _context_size(self) -> int:
-        """Number of ranks that compute the same micro-batches."""
-        return 1 if self._context is None else self._context.size
-
-    @property
-    def _share(self) -> int:
-        """Number of this rank's share of a step."""
-        return self._ranks.rank // self._context_size
-
-    def _gather_shares(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each share of a step, in order; every rank of a context group has the same."""
-        return self._ranks.gather(data)[:: self._context_size]
-
-    def _read_share(self, learner: Learner, units: Sequence[Unit]) -> tuple[list[TrainingSample], int] | None:
+    def _read_share(
+        self, learner: Learner, lines: Lines, units: Sequence[Unit]
+    ) -> tuple[list[TrainingSample], int] | None:
         """Read the samples of this rank's share of some units, without tokens that are too old to train; None if
         another rank could not read its share, and raises.
 
@@ -308,15 +265,14 @@ class PolicyTrainer:
         Raises:
             UntrainableUnitsError, JournalError: see `forward_backward`.
         """
-        shares = self._ranks.size // self._context_size
-        places = equal_shares(len(units), shares)[self._share]
-        version, masks_beyond = learner.current, self._plan.policies[learner.name].masks_beyond
+        places = equal_shares(len(units), self._ranks.size)[self._ranks.rank]
+        version, max_lag = learner.current, self._plan.policies[learner.name].max_lag
         read_places: dict[int, tuple[list[TrainingSample], int]] = {}
 
         def read(places: Sequence[int]) -> None:
             found = read_samples([units[place] for place in places], self._read)
             for place, samples in zip(places, found, strict=True):
-                read_places[place] = without_stale_tokens(samples, version, masks_beyond)
+                read_places[place] = without_stale_tokens(samples, version, max_lag, lines)
 
         counts_json = b""
         try:
@@ -328,16 +284,15 @@ class PolicyTrainer:
             every = self._ranks.gather(counts_json)
         if not all(every):
             return None
-        counts = [tokens for message in every[:: self._context_size] for tokens in json.loads(message)]
-        places = balanced_shares(counts, shares)[self._share]
+        counts = [tokens for message in every for tokens in json.loads(message)]
+        places = balanced_shares(counts, self._ranks.size)[self._ranks.rank]
         read([place for place in places if place not in read_places])
         samples = [sample for place in places for sample in read_places[place][0]]
         return samples, sum(read_places[place][1] for place in places)
 
     def _is_forwarded(self, sample: TrainingSample) -> bool:
-        """Whether a row can have a gradient; a row whose advantages are all 0 still counts as consumed. With `gae` the
-        advantages are not known yet."""
-        return bool(not self._loss.skips_zeros or self._gae is not None or sample.advantages.any())
+        """Whether a row can have a gradient; a row whose advantages are all 0 still counts as consumed."""
+        return bool(not self._loss.skips_zeros or sample.advantages.any())
 
     def _forwarded_tokens(self, sample: TrainingSample) -> int:
         """Return the number of tokens of a row that go through the model, if none are shared."""
@@ -348,27 +303,22 @@ class PolicyTrainer:
         """Whether a token's loss depends on tokens of other units, so that all units of a step are needed at once."""
         return self._loss.grouping in BEYOND_EPISODE or self._plan.trainer.loss.normalizer == "sequences"
 
-    @property
-    def _learns_all_values(self) -> bool:
-        """Whether tokens without a derivative count: those of values that later updates of a step move."""
-        return self._gae is not None and self._gae.value_updates > 1
-
     def _accumulate(
-        self, learner: Learner, step: StepAccumulator, samples: Sequence[TrainingSample], *, normalizer: float
+        self, learner: Learner, step: StepAccumulator, samples: Sequence[TrainingSample], batch: TrainBatch
     ) -> None:
         """Run samples through the model in micro-batches, and add their gradient and sums to the step.
 
         The loss is evaluated on leaves (`LossBatch.of`); its derivatives then enter the model's graph as the gradients
         of the model's outputs, so that forward and backward pass need only one micro-batch at a time.
         """
-        version = learner.current
-        totals, columns = step.totals, TokenColumns.of(samples, version, group_size=self._plan.credit.group_size)
+        group_size, totals = self._plan.credit.group_size, step.totals
+        columns = TokenColumns.of(samples, learner.current, batch.lines, group_size=group_size)
         step.columns.append(columns)
-        weights = self._token_weights(columns, normalizer)
+        weights = self._token_weights(columns, batch.normalizer)
         totals["samples"] += len(samples)
         totals["tokens"] += len(columns)
         learner.model.activate()
-        if self._loss.grouping != "token" or self._gae is not None:
+        if self._loss.grouping != "token":
             token_losses = self._accumulate_whole_step(learner, step, samples, columns, weights)
         else:
             token_losses = self._accumulate_by_token(learner, step, samples, columns, weights)
@@ -398,7 +348,7 @@ class PolicyTrainer:
             outputs.add(part.tokens, (batch.logprobs, batch.entropies, gradients.loss, part.head.kept_mass))
             outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
             self._count_forward(step, part.micro_batch, samples, sample_indices)
-            self._backward(learner, part, (*gradients.derivatives, None), weights)
+            self._backward(part, gradients.derivatives)
         return self._add_outputs(step, outputs, columns, sample_indices)
 
     def _accumulate_whole_step(
@@ -411,20 +361,19 @@ class PolicyTrainer:
     ) -> NDArray[np.float32]:
         """Accumulate a loss whose derivatives for a token depend on the outputs for other tokens: they are computed for
         the whole step first. Returns the loss of each token, [n]."""
-        gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
-        derivatives = [*gradients.derivatives, *([] if by_value is None else [by_value])]
+        gradients = self._evaluate_whole_step(learner, step, samples, columns, weights)
+        derivatives = gradients.derivatives
         sample_indices = [
             index
             for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
-            if self._learns_all_values or any(bool(derivative[start:stop].any()) for derivative in derivatives)
+            if any(bool(derivative[start:stop].any()) for derivative in derivatives)
         ]
         step.totals["skipped_samples"] += len(samples) - len(sample_indices)
         for part in self._forward_parts(
             learner, samples, columns, sample_indices, backward=True, reference=self._loss.mark.divergence
         ):
             arrays = {str(index): column.numpy()[part.tokens] for index, column in enumerate(derivatives)}
-            of_part = [*device_tensors(arrays, part.head.logprob.device).values()]
-            self._backward(learner, part, of_part if by_value is not None else (*of_part, None), weights)
+            self._backward(part, [*device_tensors(arrays, part.head.logprob.device).values()])
         return gradients.loss.numpy()
 
     def _forward_parts(
@@ -450,21 +399,14 @@ class PolicyTrainer:
             tokens = columns.tokens_of(_members(micro_batch, sample_indices))
             yield _ForwardedPart(micro_batch, tokens, head, reference_head)
 
-    def _backward(
-        self,
-        learner: Learner,
-        part: _ForwardedPart,
-        derivatives: Sequence[Tensor | None],
-        weights: NDArray[np.float32],
-    ) -> None:
-        """Run the backward pass of a part from the derivatives of the loss by its log-probabilities, entropies,
-        divergences and values."""
+    @staticmethod
+    def _backward(part: _ForwardedPart, derivatives: Sequence[Tensor]) -> None:
+        """Run the backward pass of a part from the derivatives of the loss by its log-probabilities, entropies and
+        divergences."""
         head = part.head
-        pairs = zip((head.logprob, head.entropy, head.reference_kl, head.values), derivatives, strict=True)
-        live = [(output, by) for output, by in pairs if output is not None and output.requires_grad and by is not None]
+        pairs = zip((head.logprob, head.entropy, head.reference_kl), derivatives, strict=True)
+        live = [(output, by) for output, by in pairs if output is not None and output.requires_grad]
         torch.autograd.backward([output for output, _ in live], [by for _, by in live])
-        trained = slice(None) if self._context is None else self._context.slice(part.micro_batch).trained
-        learner.add_value_curvature(weights[part.tokens][trained])
 
     @staticmethod
     def _add_outputs(
@@ -486,7 +428,7 @@ class PolicyTrainer:
         if self._plan.trainer.loss.normalizer != "sequences":
             return np.full(count, 1.0 / normalizer, np.float32)
         lengths = np.bincount(columns.agent) if count else np.zeros(0, np.int64)
-        total = sum(map(int, self._gather_shares(str(len(lengths)).encode())))
+        total = sum(map(int, self._ranks.gather(str(len(lengths)).encode())))
         weights: NDArray[np.float32] = (1.0 / (float(total) * lengths[columns.agent])).astype(np.float32)
         return weights
 
@@ -497,38 +439,30 @@ class PolicyTrainer:
         samples: Sequence[TrainingSample],
         columns: TokenColumns,
         weights: NDArray[np.float32],
-    ) -> tuple[TokenGradients, Tensor | None]:
-        """Evaluate the loss of a whole step; return its derivatives for the tokens of this rank, and those of the value
-        loss by the values, if there are any.
+    ) -> TokenGradients:
+        """Evaluate the loss of a whole step; return its derivatives for the tokens of this rank.
 
         The log-probabilities come from a separate forward pass, because the derivative for one token may depend on the
-        log-probability of every other, or by `gae` on the values of the tokens after it.
+        log-probability of every other.
         """
         needs_reference, diverges = self._loss.needs_reference, self._loss.mark.divergence
         names = ("logprobs", "entropies", *["reference_logprobs"] * needs_reference, *["reference_kl"] * diverges)
         sample_indices, outputs = list(range(len(samples))), _StepOutputs(len(columns))
-        end_values: dict[int, float] = {}
         for part in self._forward_parts(
             learner, samples, columns, sample_indices, backward=False, reference=needs_reference
         ):
-            head, micro_batch = part.head, part.micro_batch
+            head = part.head
             reference_logprob = None if part.reference is None else part.reference.logprob
-            parts = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl, head.values)
+            parts = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl)
             outputs.add(part.tokens, [column for column in parts if column is not None])
-            if head.end_values is not None and micro_batch.end_sample is not None:
-                agents = columns.agent[columns.starts[micro_batch.end_sample]]
-                end_values |= dict(zip(agents.tolist(), head.end_values.tolist(), strict=True))
-            self._count_forward(step, micro_batch, samples, sample_indices)
-        kept_mass, *model_values = outputs.gather(1 + len(names) + (self._gae is not None))
-        model_columns = dict(zip(names, model_values, strict=False))
+            self._count_forward(step, part.micro_batch, samples, sample_indices)
+        kept_mass, *model_values = outputs.gather(1 + len(names))
+        model_columns = dict(zip(names, model_values, strict=True))
         step.totals["kept_mass"] += float(kept_mass.sum(dtype=np.float64))
         columns.record(np.arange(len(columns)), model_columns["logprobs"], model_columns["entropies"])
-        by_value = None
-        if self._gae is not None:
-            by_value = self._estimate_advantages(self._gae, step, columns, model_values[-1], weights, end_values)
         all_columns, tokens_here = replace(columns, computed=model_columns | {"weights": weights}), slice(len(columns))
         if self._loss.grouping in BEYOND_EPISODE:  # else the other ranks' tokens change nothing for these
-            all_columns = TokenColumns.merge(list(map(TokenColumns.decode, self._gather_shares(all_columns.encode()))))
+            all_columns = TokenColumns.merge(list(map(TokenColumns.decode, self._ranks.gather(all_columns.encode()))))
             tokens_here = slice(*self._token_range(len(columns)))
         every = {name: torch.from_numpy(all_columns.computed[name]) for name in (*names, "weights")}
         batch = LossBatch(
@@ -554,50 +488,12 @@ class PolicyTrainer:
             SUMS, token_metric_sums(mine, gradients, torch.from_numpy(weights)).tolist(), strict=True
         ):
             step.totals[name] += value
-        return gradients, by_value
-
-    @staticmethod
-    def _estimate_advantages(
-        gae: GaeConfig,
-        step: StepAccumulator,
-        columns: TokenColumns,
-        values: NDArray[np.float32],
-        weights: NDArray[np.float32],
-        end_values: Mapping[int, float],
-    ) -> Tensor:
-        """Replace the returns in the column `advantages` by the advantages of `generalized_advantages`.
-
-        Returns the derivative of the value loss, 0.5 (V - (A' + sg(V)))² per token, by V: it is -A' times the
-        token's weight, with A' the advantage at `value_trace_decay`.
-        """
-
-        def estimate(trace_decay: float) -> AdvantagesAndReturns:
-            return generalized_advantages(
-                columns.advantages.tolist(),
-                values.tolist(),
-                columns.agent.tolist(),
-                columns.turn.tolist(),
-                end_values=end_values,
-                discount=gae.discount,
-                trace_decay=trace_decay,
-            )
-
-        estimate_result = estimate(gae.trace_decay)
-        decay = gae.value_trace_decay
-        errors = np.array(estimate_result.advantages if decay is None else estimate(decay).advantages)
-        advantages, returns = np.array(estimate_result.advantages), np.array(estimate_result.returns)
-        residuals, taught = returns - values, len(np.unique(columns.episode[advantages != 0.0]))
-        loss = 0.5 * (weights * errors**2).sum()
-        sums = (loss, taught, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum())
-        for name, value in zip(_VALUE_SUMS, sums, strict=True):
-            step.totals[name] += float(value)
-        columns.advantages[:] = advantages
-        return torch.from_numpy(-weights * errors.astype(np.float32))
+        return gradients
 
     def _token_range(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""
-        counts = [int.from_bytes(reply, "little") for reply in self._gather_shares(count.to_bytes(8, "little"))]
-        before = sum(counts[: self._share])
+        counts = [int.from_bytes(reply, "little") for reply in self._ranks.gather(count.to_bytes(8, "little"))]
+        before = sum(counts[: self._ranks.rank])
         return before, before + count
 
     def _micro_batches(
@@ -621,12 +517,10 @@ class PolicyTrainer:
             reference: whether the reference is computed for each, first.
         """
         limit, share_prefixes = self._plan.trainer.micro_batch_tokens, learner.model.sharing
-        ends = not backward and self._gae is not None and self._gae.bootstrap
         batches = pack(
             [samples[index] for index in sample_indices],
             max_tokens=limit,
             share=share_prefixes,
-            ends=ends,
             one_pass=learner.model.sharded,
         )
         if not learner.model.sharded:
@@ -652,8 +546,6 @@ class PolicyTrainer:
             entropy_gradient=entropy_gradient,
             replay=model.replay,
             reference=reference_head,
-            value_head=learner.value_head,
-            context=self._context,
         )
 
     def _reference(self, learner: Learner, micro_batch: MicroBatch) -> HeadOutput:
@@ -662,9 +554,9 @@ class PolicyTrainer:
         reference, top = self._references.get(learner.name), TOP_TOKENS if self._loss.mark.divergence else 0
         with torch.no_grad():
             if reference is not None:
-                return reference.token_logprobs(micro_batch, top=top, context=self._context)
+                return reference.token_logprobs(micro_batch, top=top)
             with learner.model.as_reference():
-                return learner.model.token_logprobs(micro_batch, top=top, context=self._context)
+                return learner.model.token_logprobs(micro_batch, top=top)
 
     @staticmethod
     def _count_forward(
@@ -723,11 +615,10 @@ class PolicyTrainer:
                 self._loss,
                 learning_rate=learner.rate(step_id),
                 routed=learner.model.replay is not None,
-                masks=self._plan.policies[policy].masks_beyond is not None,
+                masks=self._plan.policies[policy].max_lag is not None,
             )
             | {"zero_gradient": float(grad_norm == 0.0)}
             | {"shares_prefixes": _tree_share(total, learner.model)}
-            | (_value_metrics(total, len(step.units)) if self._gae is not None else {})
             | merged_columns.mismatch(),
             input_digest=merged_columns.input_digest,
             columns=columns,
@@ -741,11 +632,10 @@ class PolicyTrainer:
         gradients = learner.gradients()  # also of sharded weights: AdamW steps over those without one
         if learner.model.sharded:  # FSDP has already summed them in every backward pass
             gradients = []
-        gradients += learner.value_gradients()
         if gradients:
             self._ranks.sum(gradients)
         totals = np.array([step.totals[name] for name in _TOTALS], np.float64)
-        totals = np.sum([np.frombuffer(each) for each in self._gather_shares(totals.tobytes())], axis=0)
+        totals = np.sum([np.frombuffer(each) for each in self._ranks.gather(totals.tobytes())], axis=0)
         norm = torch.nn.utils.clip_grad_norm_(learner.model.parameters.values(), learner.max_grad_norm)
         return dict(zip(_TOTALS, totals.tolist(), strict=True)), float(gather_tensor(norm))
 
@@ -756,13 +646,14 @@ class PolicyTrainer:
             StorageError: writing failed; the gradient is discarded on every rank.
         """
         columns = step.columns or [TokenColumns.of([], learner.version, group_size=1)]
-        parts = self._gather_shares(TokenColumns.merge(columns).encode())
+        parts = self._ranks.gather(TokenColumns.merge(columns).encode())
         merged_columns = TokenColumns.merge(list(map(TokenColumns.decode, parts)))
         path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
 
         def write() -> bytes:
             if self._ranks.rank == 0:
                 _write_atomically(self._directory / path, merged_columns.encode_file())
+                self._unsynced.append(self._directory / path)
             return b""
 
         try:
@@ -796,31 +687,13 @@ class PolicyTrainer:
         learner.version = version
         return learner.published
 
-    def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        """Send the full weights of the policy's newest version to an engine that asked for them. Rank 0 calls this, in
-        any thread: it reads the published file, so the policy may already train its next step.
-
-        Raises:
-            SupersededVersionError: the newest published version is another one.
-            TrainerError: the engine did not accept its weights.
-        """
-        learner = self._learner(version.policy)
-        newest = learner.published
-        if newest is None or newest.version != version or newest.kind != "full":
-            raise SupersededVersionError(
-                f"the newest version that policy {version.policy!r} has published is "
-                f"{'none' if newest is None else newest.version}; {version} is not sent"
-            )
-        self._publisher.send(newest, learner.model.publication.layout(), recipient)
-
     def discard(self, policy: str) -> None:
         """Discard the gradient accumulated for the policy's next step."""
         self._learner(policy).discard()
 
     def only_in_checkpoints(self, policy: str) -> bool:
-        """Whether only checkpoints hold all that is trained, because versions are rounded, or lack the value head."""
-        learner = self._learner(policy)
-        return bool(learner.model.publication.inexact_because) or learner.value_head is not None
+        """Whether only checkpoints hold all that is trained, because versions are rounded."""
+        return bool(self._learner(policy).model.publication.inexact_because)
 
     def recompute(
         self,
@@ -882,9 +755,19 @@ class PolicyTrainer:
             if learner.open is not None:
                 raise TrainerError(f"policy {name!r}: step {learner.open.step_id} is in progress; finish it first")
             broadcast_from_first_rank(self._ranks, partial(self._save, learner, directory / name))
+        broadcast_from_first_rank(self._ranks, self._sync_columns)
 
     def _save(self, learner: Learner, directory: Path) -> bytes:
         learner.save(directory, writes=self._ranks.rank == 0)
+        return b""
+
+    def _sync_columns(self) -> bytes:
+        """Sync the files of the steps that a checkpoint seals."""
+        paths, self._unsynced = self._unsynced, []
+        with converting_write_errors(self._directory):
+            for path in (*paths, *{folder for file in paths for folder in file.parents[:3]}):
+                with contextlib.suppress(FileNotFoundError):  # it was pruned
+                    LOCAL.sync(path)
         return b""
 
     def _learner(self, policy: str) -> Learner:
@@ -896,7 +779,7 @@ class PolicyTrainer:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    """Write a step's file, without syncing it.
+    """Write a step's file; `save` syncs it.
 
     Raises:
         StorageError: writing failed.
@@ -1015,19 +898,6 @@ def loss_metrics(total: Mapping[str, float], loss: Loss) -> Mapping[str, float]:
     }
 
 
-def _value_metrics(total: Mapping[str, float], units: int) -> dict[str, float]:
-    """Compute the metrics of a step with values from its sums over all ranks."""
-    metrics = {"value/loss": total["value_loss"]}
-    if units:
-        metrics["advantage/zero_share"] = 1.0 - total["taught_units"] / units
-    if num_tokens := total["measured_tokens"]:
-        variance = total["squared_return"] - total["return"] ** 2 / num_tokens
-        residual_variance = total["squared_residual"] - total["residual"] ** 2 / num_tokens
-        if variance > 1e-9 * total["squared_return"]:  # else all returns are equal, but for rounding errors
-            metrics["value/explained_variance"] = 1.0 - residual_variance / variance
-    return metrics
-
-
 def _members(batch: MicroBatch, sample_indices: Sequence[int]) -> list[int]:
     """Return the indices of the samples in a micro-batch packed from `sample_indices`, in its order."""
     return [sample_indices[index] for index in batch.members]
@@ -1052,7 +922,6 @@ class InProcessTrainer:
     def __init__(self, plan: TrainerPlan, run_directory: Path, *, read: ReadUnits | None = None) -> None:
         self._trainer = PolicyTrainer(plan, run_directory, read=read)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight sender")
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.wrap_future(self._thread.submit(function, *args, **kwargs))
@@ -1069,13 +938,9 @@ class InProcessTrainer:
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         return await self._call(self._trainer.publish, policy, version)
 
-    async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        await asyncio.wrap_future(self._sender.submit(self._trainer.send, version, recipient))
-
     async def save(self, directory: str) -> None:
         await self._call(self._trainer.save, Path(directory))
 
     async def close(self) -> None:
         """Let the calls in progress end, then stop the threads. Idempotent."""
-        for thread in (self._thread, self._sender):
-            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)

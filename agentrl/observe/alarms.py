@@ -11,13 +11,12 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import stdev
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.records import StopReason
 from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.core.text import plural
-from agentrl.observe.blocked_loop import REMEDY
-from agentrl.observe.bottleneck import MIN_WON
 from agentrl.observe.metrics import (
     BROKEN_FORMAT,
     DEMONSTRATED,
@@ -25,11 +24,13 @@ from agentrl.observe.metrics import (
     FOREIGN_CALLS,
     HELD_OUT_CUTS,
     HELD_OUT_FOREIGN_CALLS,
+    HELD_OUT_TOOLS_HIDDEN,
     PROGRAM_FAILED,
     PROGRAM_OK,
     STALENESS_BOUND,
     TOOL_ERROR,
     TOOL_TIMEOUT,
+    TOOLS_HIDDEN,
     TOOLS_OFFERED,
     count_foreign_calls,
     count_tool_calls,
@@ -37,7 +38,6 @@ from agentrl.observe.metrics import (
 )
 from agentrl.observe.run_directory import run_argument
 from agentrl.observe.run_state import (
-    MIRRORS_FILE,
     PolicyMetricHistory,
     append_jsonl_line,
     open_jsonl_to_append,
@@ -119,12 +119,10 @@ MISMATCH_TOKENS = 200
 MISMATCH_STEPS = (3, 20)
 """Minimum and maximum number of newest steps that provide these tokens, which are rare among stale ones."""
 ALWAYS_CALLS, ALWAYS_IN_A_ROW = 4, 32
-"""Minimum number of calls of a program, tool, effect, resource or scorer that all failed, while more may follow; and,
+"""Minimum number of calls of a program, tool, effect or resource that all failed, while more may follow; and,
 if some succeeded, of its failures since the last success, above which it counts as broken."""
 MAX_NAMED = 5
 """Maximum number of alarms about calls that always fail."""
-BLOCKED_SHARE, BLOCKED_SECONDS = 0.1, 5.0
-"""Share of the time, and seconds, that one place in the user's code must block the event loop for an alarm."""
 DROPPED_SHARE = 0.15
 """Share of ended episodes dropped for one reason above which an alarm is raised."""
 TIME_SHARE, TIME_EPISODES = 0.01, 3
@@ -133,11 +131,6 @@ MIN_EPISODES = 16
 """Minimum number of episodes for a meaningful share."""
 MIN_DROPPED = 8
 """Minimum number of dropped episodes for an alarm."""
-SELECTION_BIAS_BOUND = 0.05
-"""Maximum deviation of trained units from dispatched ones, as a share of their length and in standard deviations of
-reward."""
-LENGTH_STEPS = 20
-"""Number of steps over which trained and dispatched units are compared."""
 FRONTIER_SHARE = 0.2
 """Share of proposals with 0.2 <= p <= 0.8 below which proposals teach little."""
 REPEATED_SHARE = 0.5
@@ -164,8 +157,6 @@ STARVED_STEPS = 20
 STARVED_RATIO = 5
 """Factor by which this number must exceed that during the policy's last steps; before its first step, multiplied by
 `STARVED_STEPS`."""
-MIRROR_S = 60.0
-"""Seconds, beyond the pause between two rounds, that a mirror may be behind."""
 _IF_LATER = (
     "if it began during training, resume from an earlier checkpoint with a lower learning rate and "
     "trainer.entropy_bonus = 0.02"
@@ -176,8 +167,7 @@ _CHECK_REWARD = (
     "reward"
 )
 """First remedy for rewards that are all equal: the function that gives them may be wrong."""
-_SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl episode tokens` shows none in the prompt"
-"""Second remedy for them: the chat template may hide the tools."""
+_IF_JUNK = "; if a small model's replies are junk, a lower sampling.temperature"
 _OF_EPISODE = re.compile(r"`agentrl episode (?:show|why|tokens)(?=`)")
 _OF_RUN = re.compile(r"`agentrl (?:episode list|run (?:ledger|winrates))(?=`)")
 """Commands in the advice without their arguments."""
@@ -189,7 +179,7 @@ LIMITS: dict[StopReason | None, str] = {
 }
 """Setting of the limit that ends an episode for each reason."""
 _WITHIN_LIMITS: dict[StopReason | None, str] = {
-    "max_tokens": ", or ask for shorter replies",
+    "max_tokens": f", or ask for shorter replies{_IF_JUNK}",
     "max_turns": ", or say in the prompt how an episode ends",
     "context_length": ", or shorten the prompts",
 }
@@ -198,7 +188,7 @@ _LENGTH_ERROR = re.compile(r"(?:token|length) limit", re.IGNORECASE)
 """Errors of agents whose replies were cut; their advice is to raise a limit that the run does not grant."""
 _HELD_OUT_REWARD = re.compile(r"evaluation/(?:reward|named_reward/.*|reward/.*|reward_deviation)$")
 """Metrics of the rewards of an evaluation."""
-EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
+EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}
 
 ADVICE_ON_DROPS = {
     "environment_error": "run `agentrl env check`; `agentrl episode show` gives the exception",
@@ -215,8 +205,8 @@ ADVICE_ON_DROPS = {
     "too_few_members": "find out with `agentrl episode list` why members of groups were dropped, or choose a smaller k "
     "or larger groups",
     "bad_reward": "return a finite number from `reward`; give turn rewards only for turns that have been taken",
-    "scorer_failed": "`agentrl episode show` names the scorer and its error; raise scorers.NAME.timeout_s or attempts, "
-    "or name another scorer in on_failure",
+    "scorer_failed": "`agentrl episode show` names the scorer and its error; wrap it in "
+    "agentrl_judges.retrying or fallback, or raise scorers.NAME.timeout_s",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
     "untrainable": "`agentrl episode show` names the entries that are damaged or inconsistent",
     "version_gone": "the engine was restarted and could not load an older version again: restore its files in "
@@ -329,11 +319,6 @@ def _always_fails(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
         )
 
 
-def _is_about_length(raised: str) -> bool:
-    """Whether what an agent raised, in the words of its library, is about the length of replies."""
-    return _LENGTH_ERROR.search(raised) is not None
-
-
 def always_fails_alarms(
     calls: Mapping[str, FailingCalls], plan: RunDisplaySettings, policy: str, *, is_over: bool
 ) -> Iterator[Alarm]:
@@ -354,7 +339,7 @@ def always_fails_alarms(
         if num_named > MAX_NAMED:  # the names of effects may come from the policy
             continue
         limit = ""
-        if _is_about_length(failing.error):
+        if _LENGTH_ERROR.search(failing.error):
             limit = f"; this run cuts replies at {plan.limit_text(policy, LIMITS['max_tokens'])}"
         calls_text = plural(failing.calls, "call")
         times = f"all of its {calls_text}" if is_always else f"its last {failing.in_a_row:.0f} of {calls_text}"
@@ -387,34 +372,34 @@ def always_fails_alarms(
         )
 
 
-def _reward_template(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    replies = {} if state.status is None else state.status.winning_replies
-    for reply, episodes in itertools.islice(replies.items(), 1):
-        others = f", and {plural(len(replies) - 1, 'other reply', 'other replies')} did so too"
-        yield Alarm(
-            "reward_template",
-            "",
-            f"the reply {reply!r} contains the answers of {MIN_WON} tasks and won each, in "
-            f"{episodes.replace(' ', ', ')}{others if len(replies) > 1 else ''}",
-            f"`agentrl episode show RUN {episodes.partition(' ')[0]}` shows one of them; compare the whole reply with "
-            "the task's answer in `reward`",
-        )
+def _hidden_tools(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Look at the newest step; before the first one at the evaluation before training."""
+    if not count_tool_calls(policy.last) and (alarm := hidden_tools_alarm(_newest(policy), policy.name)) is not None:
+        yield alarm
 
 
-def _blocked_loop(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    """Name the place in the user's code that blocked the event loop longest, over the whole run."""
-    status = state.status
-    if status is None:
-        return
-    place = max(status.blocked, key=lambda name: status.blocked[name], default="")
-    share = status.blocked.get(place, 0.0)
-    if share >= BLOCKED_SHARE and share * status.seconds >= BLOCKED_SECONDS:
-        yield Alarm(
-            "blocked_loop",
-            "",
-            f"{place} blocked the event loop for {share:.0%} of the time, in which no episode makes progress",
-            REMEDY,
-        )
+def _newest(policy: PolicyMetricHistory) -> Values:
+    """Return the metrics of the newest step; before the first one, those of the evaluation before training."""
+    return policy.last or policy.evaluations.get(0, {})
+
+
+def hidden_tools_alarm(values: Values, policy: str) -> Alarm | None:
+    """Return the alarm about a chat template that hides offered tools; None if it hides none.
+
+    Args:
+        values: metrics of a step, or of an evaluation.
+        policy: name of the policy concerned.
+    """
+    share = values.get(TOOLS_HIDDEN, values.get(HELD_OUT_TOOLS_HIDDEN, 0.0))
+    if not share:
+        return None
+    return Alarm(
+        "hidden_tools",
+        policy,
+        f"in {share:.0%} of the episodes, the chat template hides the offered tools from the model, which calls none",
+        "set model.tools_in = 'system' in a new run, which lists them in the system message",
+        TOOLS_HIDDEN,
+    )
 
 
 def _foreign_calls(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -562,11 +547,9 @@ def _format_advice(worst: str, *, remedy: str, is_repeating: bool, is_program: b
     """Return the remedy for the commonest way to break the format; `remedy` is the one for short limits."""
     match worst:
         case "turns/length" if is_repeating:
-            return "a base model that ends its turns, such as an instruction-tuned one, or a lower sampling.temperature"
+            return "a base model that ends its turns, such as an instruction-tuned one"
         case "turns/length":
-            return f"{remedy}, ask for shorter replies, or use a base model that ends its turns"
-        case "tool/unknown_tool":
-            return f"{_SEES_TOOLS}; a complete call in the prompt, or a base model that knows tool calls"
+            return f"{remedy}, ask for shorter replies, or use a base model that ends its turns{_IF_JUNK}"
         case "tool/not_offered" if is_program:
             return (
                 "the requests of the program offer no tool there: ask for the form of the answer in the prompt, or "
@@ -574,10 +557,10 @@ def _format_advice(worst: str, *, remedy: str, is_repeating: bool, is_program: b
             )
         case "tool/not_offered":
             return "the environment offers no tool: ask for the form of the answer, or pass tools= to ctx.agent"
-        case "tool/bad_arguments":
+        case "tool/bad_arguments" | "tool/unknown_tool":
             return "a complete call in the prompt, or a base model that knows tool calls"
         case _:
-            return "an example of the format in the prompt, or a base model that knows it"
+            return f"an example of the format in the prompt, or a base model that knows it{_IF_JUNK}"
 
 
 def _unused_tools(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -594,8 +577,8 @@ def _unused_tools(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
         policy.name,
         f"tools were offered in {sum(offered):.0f} episodes of the last {plural(len(window), 'step')}, and called "
         f"{sum(calls):.0f} times",
-        "`agentrl episode tokens` shows whether the prompt has the tools (else model.tools_in = 'system') and what the "
-        "replies hold; a worked call in the prompt, or a reward for the first call",
+        "`agentrl episode tokens` shows what the replies hold; a worked call in the prompt, or a reward for the first "
+        "call",
         TOOLS_OFFERED,
     )
 
@@ -666,8 +649,7 @@ def _fall(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
         + (f"; {mean_of(shares):.0%} of the turns break the format, {intact:.0%} before" if is_broken else ""),
         f"resume from a checkpoint before the fall, or start again, with a lower policies.{policy.name}.learning_rate"
         + (f" (it was {rates[-1]:g})" if rates else "")
-        + "; `agentrl doctor FILE --suggest` shows the usual one for the model's size; if the replies that `agentrl "
-        "episode show` prints make sense, the newer tasks are harder",
+        + "; if the replies that `agentrl episode show` prints make sense, the newer tasks are harder",
     )
 
 
@@ -761,12 +743,45 @@ def _equal_groups(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alar
     )
 
 
+def _held_out_behind(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
+    """Compare the steps after the first evaluation with those before the newest one."""
+    evaluations = policy.comparable_evaluations()
+    if len(evaluations) < 2:
+        return
+    (first_step, first), (last_step, last) = evaluations[0], evaluations[-1]
+    rewards = [
+        reward for step, reward in zip(*policy.series("reward/mean"), strict=True) if first_step < step <= last_step
+    ]
+    if len(rewards) < 2 * WINDOW:
+        return
+    earlier, newest = rewards[:WINDOW], rewards[-WINDOW:]
+    rise, gain = mean_of(newest) - mean_of(earlier), last["evaluation/reward"] - first["evaluation/reward"]
+    noise = math.hypot(stdev(earlier), stdev(newest)) / math.sqrt(WINDOW)
+    error = math.hypot(
+        *(
+            values.get("evaluation/reward_deviation", 0.0) / math.sqrt(max(values.get("evaluation/episodes", 1.0), 1.0))
+            for values in (first, last)
+        )
+    )
+    if gain <= 0.0 and rise > max(FLAT, 3.0 * noise, 4.0 * error):
+        yield Alarm(
+            "held_out_behind",
+            policy.name,
+            f"from step {first_step} to {last_step}, the training reward rose from {mean_of(earlier):.3f} to "
+            f"{mean_of(newest):.3f}, and the held-out reward went from {first['evaluation/reward']:.3f} to "
+            f"{last['evaluation/reward']:.3f}",
+            "look with `agentrl episode show` at what earns the training reward: if it is not what the held-out reward "
+            "counts (a shaped reward, a limit), correct it; otherwise draw more training tasks, or keep the best "
+            "version (best.metric = 'evaluation/reward')",
+        )
+
+
 def _signal_advice(reward: float) -> str:
     """Return the remedies for rewards that are all equal, the likeliest first."""
     if reward >= 1.0 - FLAT:
         return f"{_CHECK_REWARD}; if it is right, harder tasks"
     return (
-        f"{_CHECK_REWARD}; if it is right: {_SEES_TOOLS}, easier tasks, a base model that can do some of them, a "
+        f"{_CHECK_REWARD}; if it is right: easier tasks, a base model that can do some of them, a "
         "larger credit.group_size, a higher sampling.temperature (an agent that sets its own keeps it, unless "
         "gateway.sampling = 'run'), or a reward for partial success"
     )
@@ -847,21 +862,6 @@ def _staleness(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
         )
 
 
-def _max_lag(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    window = newest_step_metrics(policy)
-    num_exceeded = sum(window_metric_values(window, "staleness/exceeded"))
-    if num_exceeded:
-        largest = max(window_metric_values(window, "staleness/max"))
-        yield Alarm(
-            "max_lag",
-            policy.name,
-            f"{num_exceeded:.0f} trajectories of the last {len(window)} steps were older than max_lag; the "
-            f"oldest was {largest:.0f} steps old",
-            "admission did not count them: declare all child episodes in `fan_out`; find out with `agentrl episode "
-            "why` whether they started over",
-        )
-
-
 def _mismatch(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     window = newest_step_metrics(policy)
     minimum, maximum = MISMATCH_STEPS
@@ -900,51 +900,6 @@ def _mismatch(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
         )
 
 
-def _lost_routing(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    window = newest_step_metrics(policy)
-    lost = sum(window_metric_values(window, "lost_routing"))
-    if lost:
-        yield Alarm(
-            "lost_routing",
-            policy.name,
-            f"{plural(int(lost), 'turn')} of the last {plural(len(window), 'step')} had lost the experts that were "
-            "recorded for them, and were trained through experts that the trainer chose",
-            "nothing if a worker's machine was lost or the power was cut; otherwise make room in the temporary "
-            "directories of the workers' machines, and remove nothing in `journal/routing/`",
-        )
-
-
-def _selection_bias(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    window = newest_step_metrics(policy, LENGTH_STEPS)
-    off: list[str] = []
-    for name, healthy, more_format, less_format in (
-        ("length_ratio", 1.0, "{:.0%} longer", "{:.0%} shorter"),
-        ("seconds_ratio", 1.0, "{:.0%} slower", "{:.0%} faster"),
-        ("reward_shift", 0.0, "{:.2f} deviations of the reward easier", "{:.2f} deviations of the reward harder"),
-    ):
-        values = window_metric_values(window, f"selection_bias/{name}")
-        if len(values) == LENGTH_STEPS and abs(values[-1] - healthy) > SELECTION_BIAS_BOUND:
-            off.append((more_format if values[-1] > healthy else less_format).format(abs(values[-1] - healthy)))
-    held_shares = window_metric_values(window, "selection_bias/held_share")
-    if off:
-        yield Alarm(
-            "selection_bias",
-            policy.name,
-            f"trained episodes are {', '.join(off)} than all episodes started with them, so the steps train on a "
-            "biased part",
-            "episodes unlike the others are dropped or wait too long; `agentrl run ledger` counts drops by reason. End "
-            "long episodes with a reward (`truncated_reward`) rather than with episode_timeout_s",
-        )
-    elif len(held_shares) == LENGTH_STEPS and held_shares[-1] > SELECTION_BIAS_BOUND:
-        yield Alarm(
-            "selection_bias",
-            policy.name,
-            f"{held_shares[-1]:.0%} of the started episodes were still not trained {LENGTH_STEPS} steps later",
-            "find out with `agentrl episode why` what they wait for; a larger step_size, or a shorter "
-            "@tool(timeout_s=…) or sampling.max_turns, if they are that long",
-        )
-
-
 def _drops(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
     if state.status is None:
         return
@@ -974,23 +929,6 @@ def _drops(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
 def _drop_advice(reason: str) -> str:
     advice = ADVICE_ON_DROPS.get(reason)
     return f"`agentrl episode list RUN --where 'drop_reason = {reason}'` lists them" + (f"; {advice}" if advice else "")
-
-
-def _mirrors_behind(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    status = state.status
-    if status is None:
-        return
-    for place, mirror in status.mirrors.items():
-        behind_s = status.wall - mirror.until
-        if behind_s > mirror.every_s + MIRROR_S:
-            yield Alarm(
-                "mirror_behind",
-                "",
-                f"the mirror at {place} lacks what the run wrote in the last {behind_s:,.0f} s"
-                + (f" ({mirror.error})" if mirror.error else ""),
-                "read what `agentrl run mirror` prints, and restart it if it has ended; a mirror that is no longer "
-                f"wanted is forgotten with {MIRRORS_FILE} in the run's directory",
-            )
 
 
 def _proposals(state: RunState, policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -1103,30 +1041,39 @@ _UNTRAINED = {
 }
 """How an agent's calls were sampled that cannot be trained, and what to change, by cause."""
 
+_REACHED_LIMITS: Mapping[StopReason, tuple[str, str, int, str]] = {
+    "time_limit": (
+        "out_of_time",
+        "episodes/timed_out",
+        1,
+        "`agentrl episode why` names the line at which one waited: give that wait a shorter limit, or raise "
+        "episode_timeout_s",
+    ),
+    "context_length": (
+        "context_full",
+        "episodes/context_full",
+        1,
+        "raise engine.max_context, shorten prompts and tool results, or lower sampling.max_tokens or "
+        "sampling.max_turns",
+    ),
+    "max_turns": (
+        "out_of_turns",
+        "episodes/out_of_turns",
+        WINDOW,
+        "if they earn more than episodes that end, the policy learns to run out of turns: take some reward from them; "
+        "otherwise raise sampling.max_turns, or say in the prompt how an episode ends",
+    ),
+}
+"""Name, metric, least number of steps and advice of the alarm about a limit that ends most episodes."""
+
 RULES: tuple[Rule | MetricRule, ...] = (
     Rule(
         {
             "always_fails": f"all of at least {ALWAYS_CALLS} calls of a program (`HarnessEnvironment`), a tool, an "
-            f"effect, a resource or a scorer failed, or the last {ALWAYS_IN_A_ROW}; after the end of the run or "
+            f"effect or a resource failed, or the last {ALWAYS_IN_A_ROW}; after the end of the run or "
             "evaluation, a single call is enough"
         },
         _always_fails,
-        of_run=True,
-    ),
-    Rule(
-        {
-            "reward_template": f"one reply contains the different answers of {MIN_WON} training tasks (`answer`, "
-            "`target`, `solution`, … in their data), and earned 1 or more in each"
-        },
-        _reward_template,
-        of_run=True,
-    ),
-    Rule(
-        {
-            "blocked_loop": f"one place in the user's code blocks the event loop for {BLOCKED_SHARE:.0%} of the time, "
-            f"at least {BLOCKED_SECONDS:g} s over the whole run"
-        },
-        _blocked_loop,
         of_run=True,
     ),
     Rule(
@@ -1139,18 +1086,21 @@ RULES: tuple[Rule | MetricRule, ...] = (
         _drops,
         of_run=True,
     ),
-    MetricRule(
-        "out_of_time",
-        f"in each step, the time limit ends {MOST_SHARE:.0%} or more of the episodes",
-        metric="episodes/timed_out",
-        at_least=MOST_SHARE,
-        text="episode_timeout_s ended {mean:.0%} of the episodes in the last {steps}",
-        advice="`agentrl episode why` names the line at which one waited: give that wait a shorter limit, or raise "
-        "episode_timeout_s; `agentrl episode list RUN --where 'stop_reason = time_limit'` lists them",
-        of_run=True,
-        explained_by=("dropped",),
-        example="time_limit",
-    ),
+    *[
+        MetricRule(
+            name,
+            f"in each step, {MOST_SHARE:.0%} or more of the episodes end at `{LIMITS[reason]}`",
+            metric=metric,
+            at_least=MOST_SHARE,
+            text=f"{{mean:.0%}} of the episodes in the last {{steps}} ended at {LIMITS[reason]}",
+            advice=f"`agentrl episode list RUN --where 'stop_reason = {reason}'` lists them; {advice}",
+            min_steps=min_steps,
+            of_run=True,
+            explained_by=("dropped",),
+            example=reason,
+        )
+        for reason, (name, metric, min_steps, advice) in _REACHED_LIMITS.items()
+    ],
     Rule(
         {
             "collapse": "the reward fell to its lowest value and no episode has an advantage since, which unchanged "
@@ -1159,16 +1109,6 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"its best, and the entropy below {LOW_ENTROPY:g} nats"
         },
         _fall,
-    ),
-    MetricRule(
-        "context_full",
-        f"in each step, {MOST_SHARE:.0%} or more of the episodes end because their context is full",
-        metric="episodes/context_full",
-        at_least=MOST_SHARE,
-        text="{mean:.0%} of the episodes in the last {steps} ended because their context was full",
-        advice="`agentrl episode list RUN --where 'stop_reason = context_length'` lists them; raise "
-        "engine.max_context, shorten prompts and tool results, or lower sampling.max_tokens or sampling.max_turns",
-        example="context_length",
     ),
     *[
         MetricRule(
@@ -1199,6 +1139,13 @@ RULES: tuple[Rule | MetricRule, ...] = (
     ),
     Rule(
         {
+            "hidden_tools": "the chat template hides the offered tools from the model, which calls none, in the newest "
+            "step or, before the first one, in the evaluation before training"
+        },
+        _hidden_tools,
+    ),
+    Rule(
+        {
             "foreign_calls": f"in the newest step, or before the first one in the evaluation before training, "
             f"{FOREIGN_SHARE:.0%} or more of the replies hold a call to an offered tool in a form that the run does "
             "not read"
@@ -1211,6 +1158,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"limits (`sampling.max_turns`, for example) ended {MOST_SHARE:.0%} or more of the episodes"
         },
         _cut_off,
+        explained_by=("hidden_tools",),
     ),
     Rule(
         {
@@ -1218,7 +1166,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"is not falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more"
         },
         _illegal_output,
-        explained_by=("foreign_calls", "collapse"),
+        explained_by=("hidden_tools", "foreign_calls", "collapse"),
     ),
     Rule(
         {
@@ -1226,7 +1174,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"there is less than one call in {1 / UNUSED_SHARE:.0f} episodes"
         },
         _unused_tools,
-        explained_by=("illegal_output", "collapse"),
+        explained_by=("hidden_tools", "illegal_output", "collapse"),
     ),
     Rule(
         {
@@ -1234,10 +1182,6 @@ RULES: tuple[Rule | MetricRule, ...] = (
             "not falling; steps without calls do not count"
         },
         _tool_errors,
-    ),
-    Rule(
-        {"max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume"},
-        _max_lag,
     ),
     Rule(
         {
@@ -1249,7 +1193,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             "other episode to compare them with",
         },
         _nothing_taught_yet,
-        explained_by=("foreign_calls", "collapse"),
+        explained_by=("hidden_tools", "foreign_calls", "collapse"),
     ),
     Rule(
         {
@@ -1257,7 +1201,7 @@ RULES: tuple[Rule | MetricRule, ...] = (
             f"at {1 - FLAT:g} to 1",
         },
         _nothing_taught,
-        explained_by=("illegal_output", "collapse"),
+        explained_by=("hidden_tools", "illegal_output", "collapse"),
     ),
     Rule(
         {
@@ -1266,6 +1210,13 @@ RULES: tuple[Rule | MetricRule, ...] = (
         },
         _equal_groups,
         explained_by=("foreign_calls", "illegal_output", "no_signal", "alone", "collapse", "nothing_to_learn"),
+    ),
+    Rule(
+        {
+            "held_out_behind": "between two evaluations on the same tasks, the training reward rose by far more than "
+            "chance, and the held-out reward did not"
+        },
+        _held_out_behind,
     ),
     Rule(
         {
@@ -1285,25 +1236,21 @@ RULES: tuple[Rule | MetricRule, ...] = (
         },
         _mismatch,
     ),
-    Rule(
-        {
-            "lost_routing": f"turns of the last {WINDOW} steps were trained without the experts that the engine "
-            "recorded for them, because their files are missing or damaged"
-        },
-        _lost_routing,
-    ),
-    Rule(
-        {
-            "selection_bias": f"over {LENGTH_STEPS} steps, trained episodes differ from all started episodes by "
-            f"{SELECTION_BIAS_BOUND:.0%} in tokens or seconds, or by {SELECTION_BIAS_BOUND:g} standard deviations in "
-            f"reward, or {SELECTION_BIAS_BOUND:.0%} of the episodes wait too long"
-        },
-        _selection_bias,
+    MetricRule(
+        "lost_routing",
+        "turns of the newest step were trained without the experts that the engine recorded for them, because their "
+        "files are missing or damaged",
+        metric="lost_routing",
+        at_least=1.0,
+        text="{mean:.0f} turns of the newest step had lost the experts that were recorded for them, and were trained "
+        "through experts that the trainer chose",
+        advice="nothing if a worker's machine was lost or the power was cut; otherwise make room in the temporary "
+        "directories of the workers' machines, and remove nothing in `journal/routing/`",
+        window=1,
     ),
     MetricRule(
         "masked",
-        f"in each step, {MASKED_SHARE:.0%} or more of the sampled tokens are beyond `max_lag` and not trained "
-        '(`over_lag = "mask"`)',
+        f"in each step, {MASKED_SHARE:.0%} or more of the sampled tokens are beyond `max_lag` and not trained",
         metric="staleness/masked",
         at_least=MASKED_SHARE,
         text="{mean:.0%} of the sampled tokens of the last {steps} were beyond max_lag and not trained",
@@ -1365,14 +1312,6 @@ RULES: tuple[Rule | MetricRule, ...] = (
             "first step"
         },
         _starvation,
-    ),
-    Rule(
-        {
-            "mirror_behind": "the copy made by `agentrl run mirror` is more than `--every` seconds plus "
-            f"{MIRROR_S:g} s behind: the command has failed, or a round takes longer"
-        },
-        _mirrors_behind,
-        of_run=True,
     ),
 )
 """Conditions of all alarms, in the order in which a run shows them."""

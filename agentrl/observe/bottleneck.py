@@ -8,15 +8,13 @@ is in progress.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.core.holds import HoldKind
-from agentrl.core.text import escape_line, plural
+from agentrl.core.text import plural
 from agentrl.observe.metrics import RESOURCE_ERROR, TOOL_ERROR
 
 if TYPE_CHECKING:
@@ -43,9 +41,9 @@ Activity = Literal[
 ]
 """What takes time: the first nine are of an episode, in its worker, the others of the loop. `loop` is the time in which
 an event loop that runs episodes was watched."""
-STEP_HOLDS: tuple[HoldKind, ...] = ("max_staleness", "max_lag", "last_steps")
+STEP_HOLDS: tuple[HoldKind, ...] = ("max_staleness", "last_steps")
 """Rules that let groups start again after a step of the trainer."""
-PERMIT_HOLDS: tuple[HoldKind, ...] = ("max_in_flight", "max_in_flight_per_task")
+PERMIT_HOLDS: tuple[HoldKind, ...] = ("max_in_flight",)
 """Rules that let groups start again when episodes end: settings that can be raised."""
 WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "scorer", "lost_engine", "disk")
 """Activities of an episode that can hold up a run."""
@@ -57,26 +55,15 @@ THREADS = "threads"
 BLOCKED = "blocked/"
 """Prefix of the seconds in which a place in the user's code (`file.py:8`) blocked an event loop that runs episodes."""
 CALLED, FAILED, IN_A_ROW = "called/", "failed/", "failed_in_a_row/"
-"""Prefixes of the number of calls of a program, tool, effect, resource or scorer, by its name; of its
+"""Prefixes of the number of calls of a program, tool, effect or resource, by its name; of its
 failures, by metric, name and error on three lines; and of its failures since it last succeeded, by name."""
 MAX_CALLED, MAX_ERRORS, OTHER_ERRORS = 100, 8, "other errors"
 """Maximum number of such names of each metric, and of errors of each name; what further errors are counted as."""
-WON = "won/"
-"""Prefix of the number of different answers that one reply contains and won with, followed by the episodes and the
-reply on two lines; only of replies with `MIN_WON`."""
-MIN_WON = 4
-"""Number of tasks with different answers that no single reply should win."""
-MAX_WON = 1000
-"""Maximum number of replies that are remembered with the answers that they were right for."""
-MAX_REPLY = 60
-"""Maximum number of characters of such a reply that are shown."""
 TURNS = "turns"
 """Key of the number of turns that have ended, interrupted ones counted at each interruption."""
 TOKENS = "tokens"
 """Key of the number of tokens that engines and endpoints sampled in this process, including interrupted turns and
 evaluations, but not what is read from the journal."""
-PASSES = ("passes/11", "passes/12", "passes/22", "passes/1s", "passes/2s")
-"""Keys of the sums over turns from which `fit_passes` computes the time of a forward pass."""
 
 BLOCKED_SHARE = 0.5
 """Share of the time that event loops must be blocked for the user's code to be the bottleneck."""
@@ -117,10 +104,8 @@ class ActivityClock:
         """Number of names in `_called`, by the metric that counts their failures."""
         self._failed = Counter[tuple[str, str, str]]()
         self._in_a_row = Counter[str]()
-        self._won: dict[bytes, tuple[str, dict[str, str]]] = {}
         self._num_turns = 0
         self._num_tokens = 0
-        self._passes = [0.0] * len(PASSES)
 
     def change(self, activity: Activity, by: int, now: float | None = None) -> None:
         """Begin an activity (`by` = 1), end it (-1), or do so for several episodes; `now` is the time, if known."""
@@ -164,7 +149,7 @@ class ActivityClock:
 
     def count_call(self, name: str, error: str | None, metric: str) -> None:
         """Count a call of the user's code whose failure the episode may survive: a program, a tool, an effect, a
-        resource, a scorer. `metric` counts the failures of one episode."""
+        resource. `metric` counts the failures of one episode."""
         if name not in self._called:
             if self._names[metric] == MAX_CALLED:
                 return
@@ -178,59 +163,9 @@ class ActivityClock:
             error = OTHER_ERRORS
         self._failed[metric, name, error] += 1
 
-    def count_won(self, reply: str, answer: str, episode: str) -> None:
-        """Count a reply that won a task, if it contains the task's right answer as a whole word or phrase. The oldest
-        replies are forgotten first, those with `MIN_WON` answers last.
-
-        A reply without the answers may be right in each task, such as the letter of a shuffled choice, or a number
-        within a tolerance.
-        """
-        answer = answer.strip().casefold()
-        if not re.search(rf"(?<![\w.]){re.escape(answer)}(?!\w|\.\d)", reply.casefold()):
-            return
-        key = blake2b(reply.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        shown, answers = self._won.pop(key, (escape_line(reply[:MAX_REPLY])[:MAX_REPLY], {}))
-        if len(answers) < MIN_WON:
-            answers.setdefault(answer, episode)
-        if len(self._won) >= MAX_WON:
-            oldest = next((each for each, won in self._won.items() if len(won[1]) < MIN_WON), next(iter(self._won)))
-            del self._won[oldest]
-        self._won[key] = shown, answers
-
     def count_tokens(self, tokens: int) -> None:
         """Count the tokens that a call to an engine or endpoint returned."""
         self._num_tokens += tokens
-
-    def turn_begins(self) -> tuple[float, float]:
-        """Return what `turn_ended` needs of the beginning of a turn in the engine."""
-        now = self._clock.monotonic()
-        return now, self._engine_seconds(now)
-
-    def turn_ended(self, began: tuple[float, float], tokens: int, places: int) -> None:
-        """Count the forward passes of a turn, and the turns beside it meanwhile.
-
-        Args:
-            began: what `turn_begins` returned.
-            tokens: number of sampled tokens.
-            places: number of turns that the engine samples at once, while the others wait; 0: unknown.
-        """
-        now = self._clock.monotonic()
-        seconds = now - began[0]
-        if seconds <= 0.0:
-            return
-        passes = tokens + 1  # one computes the context
-        beside = (self._engine_seconds(now) - began[1]) / seconds
-        if 0 < places < beside:  # the rest of the time, the turn waited
-            seconds, beside = seconds * places / beside, places
-        rows = passes * beside
-        values = (passes * passes, passes * rows, rows * rows, passes * seconds, rows * seconds)
-        for number, value in enumerate(values):
-            self._passes[number] += value
-
-    def _engine_seconds(self, now: float) -> float:
-        """Return the seconds of all turns in the engine until now."""
-        self.change("engine", 0, now)
-        return self._tallies["engine"].seconds
 
     def forget_most(self) -> None:
         """Take the largest numbers at once from now on."""
@@ -240,7 +175,6 @@ class ActivityClock:
     def totals(self) -> dict[str, float]:
         """Return the seconds of each activity until now, its `ANY` and `MOST`, `TURNS` and `TOKENS`."""
         totals: dict[str, float] = {TURNS: float(self._num_turns), TOKENS: float(self._num_tokens)}
-        totals |= zip(PASSES, self._passes, strict=True)
         now = self._clock.monotonic()
         for activity, tally in tuple(self._tallies.items()):
             self.change(activity, 0, now)
@@ -250,30 +184,7 @@ class ActivityClock:
         totals |= {f"{CALLED}{name}": float(count) for name, count in self._called.items()}
         totals |= {FAILED + "\n".join(key): float(count) for key, count in self._failed.items()}
         totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
-        for reply, answers in self._won.values():
-            if len(answers) >= MIN_WON:
-                totals[f"{WON}{' '.join(answers.values())}\n{reply}"] = float(len(answers))
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
-
-
-def fit_passes(before: Mapping[str, float], now: Mapping[str, float]) -> tuple[float, float] | None:
-    """Fit the time of the engine's forward passes to the turns between two readings: seconds without rows, and seconds
-    that each concurrent turn adds. None if no turn ended.
-
-    Least squares over turns: the seconds of a turn are its passes times (first + second × concurrent turns). If the
-    number of turns hardly varied, the two cannot be told apart, and every turn counts as one more row.
-    """
-    s11, s12, s22, s1, s2 = (now.get(key, 0.0) - before.get(key, 0.0) for key in PASSES)
-    if s11 <= 0.0 or s22 <= 0.0:
-        return None
-    determinant = s11 * s22 - s12 * s12
-    if determinant > 1e-3 * s11 * s22:
-        pass_s, row_s = (s1 * s22 - s2 * s12) / determinant, (s2 * s11 - s1 * s12) / determinant
-        if pass_s >= 0.0 and row_s >= 0.0:
-            return pass_s, row_s
-        if row_s < 0.0:
-            return s1 / s11, 0.0
-    return 0.0, s2 / s22
 
 
 class Bottleneck(NamedTuple):
@@ -391,14 +302,8 @@ def commonest_error(totals: Mapping[str, float]) -> str:
     return ": ".join(commonest.split("\n", 2)[1:])
 
 
-def winning_replies(totals: Mapping[str, float]) -> dict[str, str]:
-    """Return replies that won tasks with `MIN_WON` different answers, each with the episodes, separated by blanks."""
-    won = (name.removeprefix(WON).split("\n", 1) for name in totals if name.startswith(WON))
-    return {reply: episodes for episodes, reply in won}
-
-
 class FailingCalls(NamedTuple):
-    """The calls of a program, tool, effect, resource or scorer that failed last time."""
+    """The calls of a program, tool, effect or resource that failed last time."""
 
     calls: float
     failed: float
@@ -549,10 +454,6 @@ class BottleneckWatch:
     def whole(self) -> Bottleneck | None:
         """Return the bottleneck of the whole time of training."""
         return self._between(self._start, self._end or self._read(), " (whole run)")
-
-    def blocked(self) -> dict[str, float]:
-        """Return the share of the whole time in which each place in the user's code blocked an event loop."""
-        return blocked_shares(self._start, self._read())
 
     def _between(self, before: Mapping[str, float], now: Mapping[str, float], period: str) -> Bottleneck | None:
         if _age(before, now) < MIN_S:

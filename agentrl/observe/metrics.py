@@ -6,11 +6,8 @@ are left out. Metrics of one policy are recorded at that policy's step.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
-
-from agentrl.core.betting import AnytimeInterval, verdict_words
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
@@ -28,19 +25,10 @@ class Metric(NamedTuple):
 
 
 TASK_DIGEST = "evaluation/task_digest"
-VERDICT = "evaluation/verdict"
-VERDICT_ERROR = "evaluation/verdict_error"
-VERDICT_METRICS = (
-    *(VERDICT, "evaluation/difference", "evaluation/difference_low", "evaluation/difference_high"),
-    *("evaluation/best_step", "evaluation/margin"),
-)
-"""Metrics of an evaluation's answer: `verdict_text` puts them into words."""
 GRADIENT_METRICS = ("zero_gradient", "advantage/zero_share", "advantage/alone_share")
 """Metrics of a step that say whether it had a gradient: `no_gradient_text` puts them into words."""
 EQUAL_GROUPS = "no gradient: all groups were equal"
 SCORES_EXPOSED = "scores/exposed_s"
-ROULETTE_STOPPED = "roulette/stopped"
-ROULETTE_WEIGHT = "roulette/weight"
 PROGRAM_OK, PROGRAM_FAILED = "program/ok", "program/failed"
 EFFECT_ERROR, RESOURCE_ERROR = "effect/error", "resource/error"
 TOOL_ERROR, TOOL_TIMEOUT = "tool/error", "tool/timeout"
@@ -51,17 +39,12 @@ FOREIGN_CALLS = "foreign_calls/"
 """Prefix of the metric of the turns that hold a call in a form that the run does not read."""
 HELD_OUT_FOREIGN_CALLS = f"evaluation/{FOREIGN_CALLS}"
 HELD_OUT_CUTS = "evaluation/cut/"
-SCORES_FAILED = "scores/failed/"
-"""Prefix of the metric of the scores that another scorer gave, because the named one failed."""
-SCORE_REQUESTS = "scores/requests/"
-"""Prefix of the metric of a scorer's requests."""
-SCORE_TOKENS = "scores/tokens/"
-"""Prefix of the metric of the tokens that models computed for a scorer."""
+TOOLS_HIDDEN = "tools_hidden"
+HELD_OUT_TOOLS_HIDDEN = f"evaluation/{TOOLS_HIDDEN}"
 
 STALENESS_BOUND = "staleness/bound"
-PREDICTED_STEP = "pace/predicted_s/"
-"""Prefix of the metrics of predicted seconds per step, by bound on staleness."""
-TOGETHER = "pace/together"
+TIMED_STEP = "pace/seconds/"
+"""Prefix of the metrics of measured seconds per step, by bound on staleness."""
 
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the step's episodes"),
@@ -86,11 +69,6 @@ METRICS: tuple[Metric, ...] = (
         "order; ½ is chance (docs/how-to/scores.md)",
     ),
     Metric(
-        "score_spread/<name>",
-        "reward",
-        "standard deviation of a group judge's votes on one conversation; mean over the groups scored during the step",
-    ),
-    Metric(
         "evaluation/reward",
         "reward",
         "mean reward of the policy over held-out tasks, at a pinned version. A task's reward is the mean over "
@@ -111,8 +89,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/reward_error",
         "reward",
-        'half of the 95% interval of `evaluation/reward` over tasks; with `evaluation.stop = "decided"`, the larger '
-        "half of an interval that holds at any time, for all evaluations of the run together",
+        "half of the 95% interval of `evaluation/reward` over tasks",
     ),
     Metric(
         "evaluation/pass_at/<k>",
@@ -163,49 +140,13 @@ METRICS: tuple[Metric, ...] = (
         "turns",
         f"`{FOREIGN_CALLS}<form>` per held-out episode, if there are any",
     ),
+    Metric(HELD_OUT_TOOLS_HIDDEN, "fraction", f"`{TOOLS_HIDDEN}` of the held-out episodes, if there are any"),
     Metric(
         "evaluation/dropped",
         "episodes",
         "dropped held-out episodes, children included; other metrics exclude them",
     ),
     Metric("evaluation/tasks", "tasks", "held-out tasks of an evaluation during a run"),
-    Metric(
-        "evaluation/played",
-        "tasks",
-        'held-out tasks that the versions have played, with `evaluation.stop = "decided"`',
-    ),
-    Metric(
-        VERDICT,
-        "1",
-        "1: the version is better than the best one before by more than `evaluation.margin`; -1: it is not; 0: "
-        "undecided after all tasks",
-    ),
-    Metric(
-        "evaluation/difference",
-        "reward",
-        "mean reward minus that of the best version before, over the tasks that decided the verdict",
-    ),
-    Metric(
-        "evaluation/difference_low",
-        "reward",
-        "lower end of the interval of `evaluation/difference`: with a probability of 95%, no evaluation of the run "
-        "ever shows one above the true difference",
-    ),
-    Metric(
-        "evaluation/difference_high",
-        "reward",
-        "upper end of the interval of `evaluation/difference`, ever below the true difference with a probability of 5%",
-    ),
-    Metric(
-        VERDICT_ERROR,
-        "fraction",
-        "probability with which a verdict of 1 is wrong: this evaluation's share of the run's 5%",
-    ),
-    Metric(
-        "evaluation/difference_tasks", "tasks", "tasks that decided the verdict; a better version plays the others too"
-    ),
-    Metric("evaluation/best_step", "steps", "step of the best version before"),
-    Metric("evaluation/margin", "reward", "`evaluation.margin` at the time"),
     Metric(
         TASK_DIGEST,
         "1",
@@ -225,31 +166,18 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         STALENESS_BOUND,
         "steps",
-        'bound on the mean staleness from this step on, with `max_staleness = "auto"` (docs/explanation/scheduling.md)',
+        'bound on the mean staleness from this step on, with `max_staleness = "auto"` (docs/explanation/off_policy.md)',
     ),
     Metric(
-        f"{PREDICTED_STEP}<bound>",
+        f"{TIMED_STEP}<bound>",
         "s",
-        "predicted seconds per step with this bound on staleness, as of the last prediction; `step/seconds` is what "
-        "was seen",
-    ),
-    Metric(
-        TOGETHER,
-        "fraction",
-        "speed of engine and trainer while both compute, relative to each alone, in these predictions: a guess by what "
-        "they share, until it has been measured",
+        "seconds per step with this bound on staleness, from the steps that were timed to choose the bound",
     ),
     Metric("staleness/max", "steps", "largest staleness of the step's episodes"),
     Metric(
-        "staleness/exceeded",
-        "trajectories",
-        "trajectories older than `max_lag` that were trained whole, from episodes begun since the last resume; should "
-        "be 0",
-    ),
-    Metric(
         "staleness/masked",
         "fraction",
-        'share of the step\'s sampled tokens that were too old to be trained (`over_lag = "mask"`)',
+        "share of the step's sampled tokens that were beyond `max_lag`, and not trained",
     ),
     Metric("staleness/before_resume", "trajectories", "trajectories from episodes begun before the last resume"),
     Metric(
@@ -308,7 +236,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "episodes/limit",
         "episodes",
-        'episodes that may be in flight now, with `max_in_flight = "auto"` (docs/explanation/scheduling.md)',
+        'episodes that may be in flight now, with `max_in_flight = "auto"` (docs/explanation/off_policy.md)',
     ),
     Metric("episodes/ready", "episodes", "committed episodes waiting to be trained"),
     Metric("episodes/trained", "episodes", "episodes trained since the run began"),
@@ -324,7 +252,11 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "share of episodes truncated because their context was full since the policy's last step; absent if none ended",
     ),
-    Metric("episodes/superseded", "episodes", "ends that were ignored: reported twice, or of a replaced attempt"),
+    Metric(
+        "episodes/out_of_turns",
+        "fraction",
+        "share of episodes truncated by `sampling.max_turns` since the policy's last step; absent if none ended",
+    ),
     Metric("episodes/tokens", "tokens", "mean sampled tokens of the policy in the episodes of `episodes/turns`"),
     Metric(
         "tool/<outcome>",
@@ -334,6 +266,7 @@ METRICS: tuple[Metric, ...] = (
         "(not_offered)",
     ),
     Metric(TOOLS_OFFERED, "fraction", "share of episodes in which the policy was offered tools"),
+    Metric(TOOLS_HIDDEN, "fraction", "share of episodes in which the chat template hid the tools from the policy"),
     Metric(
         f"{FOREIGN_CALLS}<form>",
         "turns",
@@ -348,11 +281,6 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("effect/<outcome>", "calls", "calls of `ctx.effect` per episode, by outcome (ok, error)"),
     Metric(RESOURCE_ERROR, "calls", "calls of `ctx.resource` per episode that raised an exception"),
-    Metric(
-        "scores/failed/<name>",
-        "scores",
-        "scores per episode that another scorer gave, because this one failed (`scorers.NAME.on_failure`)",
-    ),
     Metric("turns/length", "turns", "turns per episode cut off by `max_tokens`"),
     Metric(
         "turns/repeating",
@@ -371,21 +299,9 @@ METRICS: tuple[Metric, ...] = (
         "seconds per episode from the end of its program to its last score: the scoring time that sampling does not "
         "hide (docs/how-to/scores.md)",
     ),
-    Metric(
-        "scores/requests/<name>",
-        "requests",
-        "calls of a scorer's function or model per episode, with votes and retries; not for scorers of groups",
-    ),
-    Metric("scores/tokens/<name>", "tokens", "tokens that models computed for a scorer, per episode"),
-    Metric(ROULETTE_STOPPED, "fraction", "share of episodes that `ctx.roulette` stopped"),
-    Metric(
-        ROULETTE_WEIGHT,
-        "weight",
-        "final reward weights of the survivors of `ctx.roulette`, per episode; about 1 if every episode calls it",
-    ),
     Metric("parked", "times", "times per episode that it was parked"),
     Metric(
-        "no_room_s", "s", "seconds per episode that turns waited for KV-cache memory (docs/explanation/scheduling.md)"
+        "no_room_s", "s", "seconds per episode that turns waited for KV-cache memory (docs/explanation/off_policy.md)"
     ),
     Metric("turns/illegal", "turns", "turns per episode that the environment could not read"),
     Metric(
@@ -425,30 +341,7 @@ METRICS: tuple[Metric, ...] = (
         "advantage/variance_ratio",
         "1",
         "with `credit.release` = `late` or `episode`: mean squared advantage of newly completed groups, relative to "
-        "leave-one-out over the same groups (docs/explanation/scheduling.md)",
-    ),
-    Metric(
-        "selection_bias/length_ratio",
-        "1",
-        "mean tokens of trained episodes divided by that of all episodes, over the newest 20 steps' worth of episodes "
-        "that were all trained or dropped (docs/explanation/scheduling.md)",
-    ),
-    Metric("selection_bias/seconds_ratio", "1", "`selection_bias/length_ratio` for the duration of episodes"),
-    Metric(
-        "selection_bias/reward_shift",
-        "deviations",
-        "mean reward of the trained episodes' groups minus that of all episodes, in standard deviations; above 0, the "
-        "trained tasks are easier",
-    ),
-    Metric(
-        "selection_bias/held_share",
-        "fraction",
-        "share of started episodes still neither trained nor dropped when 20 steps' worth of later episodes were",
-    ),
-    Metric(
-        "selection_bias/overtaken",
-        "steps",
-        "later episodes trained before the step's most delayed episode, in steps' worth",
+        "leave-one-out over the same groups (docs/explanation/off_policy.md)",
     ),
     Metric(
         "gate/<answer>",
@@ -483,29 +376,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("learning_rate", "1", "learning rate"),
     Metric(
-        "changed_numbers",
-        "fraction",
-        "share of the published numbers that the step changed; only where versions are stored as changes "
-        "(`engine.publish`)",
-    ),
-    Metric(
         "measured_share",
         "fraction",
         "share of the trained tokens that are measured; a loss by token without a reference forwards no rows whose "
         "advantages are all 0, so the metrics of measured tokens leave these out",
     ),
     Metric("entropy", "nats", "mean entropy per measured token, after temperature and filters"),
-    Metric(
-        "value/loss",
-        "1",
-        "with `gae`: sum of 0.5 A² over the trained tokens, with the weights of the policy's loss",
-    ),
-    Metric(
-        "value/explained_variance",
-        "1",
-        "1 - Var(return - value) / Var(return) over the trained tokens: 1 if values predict the returns, 0 if no "
-        "better than a constant; absent if all returns are equal",
-    ),
     Metric(
         "kept_mass",
         "fraction",
@@ -602,7 +478,7 @@ def interval_metric(metric: str) -> str:
     """
     group, _, suffix = metric.partition("/")
     kind, slash, label = suffix.partition("/")
-    return f"{group}/{kind}_error{slash}{label}" if group == "evaluation" and metric != VERDICT else ""
+    return f"{group}/{kind}_error{slash}{label}" if group == "evaluation" else ""
 
 
 @lru_cache(4096)
@@ -641,21 +517,6 @@ def no_gradient_text(metrics: Mapping[str, float]) -> str:
         return ""
     are_equal = zero_share == 1.0 and alone_share < 0.5  # else most units had nothing to be compared with
     return EQUAL_GROUPS if are_equal else "no gradient"
-
-
-def verdict_text(metrics: Mapping[str, float]) -> str:
-    """Return the answer of an evaluation that was compared with the best version before; empty if none was.
-
-    Example:
-        >>> verdict_text(dict(zip(VERDICT_METRICS, (1.0, 0.5, 0.2, 0.8, 10.0, 0.05))))
-        'better by more than 0.05 than step 10: +0.500, between +0.200 and +0.800'
-    """
-    if VERDICT not in metrics:
-        return ""
-    _, difference, low, high, step, margin = (metrics.get(name, math.nan) for name in VERDICT_METRICS)
-    words = verdict_words(AnytimeInterval(low, high), margin)
-    than = "against" if words == "undecided" else "than"
-    return f"{words} {than} step {step:.0f}: {difference:+.3f}, between {low:+.3f} and {high:+.3f}"
 
 
 def metrics_owner(policies: Iterable[str], acted: Container[str]) -> str | None:
@@ -725,8 +586,7 @@ def count_tool_calls(values: Mapping[str, float]) -> float:
 
 def is_failure(name: str) -> bool:
     """Whether an episode metric counts failures of the user's code."""
-    failures = (TOOL_ERROR, TOOL_TIMEOUT, PROGRAM_FAILED, EFFECT_ERROR, RESOURCE_ERROR)
-    return name in failures or name.startswith(SCORES_FAILED)
+    return name in (TOOL_ERROR, TOOL_TIMEOUT, PROGRAM_FAILED, EFFECT_ERROR, RESOURCE_ERROR)
 
 
 def registered_metrics(values: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.text import format_rate, plural
-from agentrl.observe.metrics import no_gradient_text, reward_metrics, verdict_text
+from agentrl.observe.metrics import no_gradient_text, reward_metrics
 from agentrl.observe.run_screen import format_duration, render_run_screen, terminal_safe_line
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ SEAT_REWARD = "evaluation/reward/"
 BAR_WIDTH = 24
 """Width of a bar of `ProgressLine`, in characters."""
 PACE_INTERVAL_S = 30.0
-"""Seconds between two lines of `LineDisplay` about the first step, or about an evaluation that the run waits for; more
-while nothing changes."""
-MAX_REMINDER_S = 600.0
+"""Seconds between two lines of `LineDisplay` about a step, a phase or an evaluation that the run waits for; more while
+nothing changes."""
+MAX_REMINDER_S = 60.0
 """Longest time between two lines about a wait in which nothing changes, in seconds."""
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once, and lines become
-rarer while nothing changes."""
+rarer while nothing changes. Also the seconds after which `LineDisplay` says what a step or a phase does."""
 _SECONDS = re.compile(r"\d+ s\Z")
 """Elapsed time at the end of a part, which is no news."""
 
@@ -80,8 +80,9 @@ class LineDisplay:
         self._state = state
         self._stream = stream
         self._reminders = _Reminders(PACE_INTERVAL_S)
-        self._phase = "", 0.0, 0
-        """The phase; the seconds of the run and the number of ended episodes when it was first seen."""
+        self._phase = ("", 0), 0.0, 0
+        """The phase and the number of steps; the seconds of the run and the number of ended episodes when they were
+        first seen."""
 
     def line(self, text: str) -> None:
         """Write a line."""
@@ -105,24 +106,31 @@ class LineDisplay:
             self.line(format_evaluation_metrics(version, metrics[policy]))
 
     def show(self) -> None:
-        """Write the progress of an evaluation or of the first step now and then; all changes are written at once."""
+        """Write the progress of an evaluation, of a step or of a phase now and then; all changes are written at
+        once."""
         status = self._state.status
         if status is None:
             return
-        if status.phase != self._phase[0]:
-            self._phase = status.phase, status.seconds, status.progress[0] if status.progress else 0
+        steps = 0 if status.is_evaluating else sum(policy.step for policy in self._state.policies.values())
+        if (status.phase, steps) != self._phase[0]:
+            num_ended = status.progress[0] if status.progress else 0
+            self._phase = (status.phase, steps), status.seconds, num_ended
             self._reminders.reset()
+        _, began_s, num_before = self._phase
         if status.progress is not None and status.is_evaluating:
             num_ended, total = status.progress
             state = f"{num_ended}"
             text = f"{status.phase}: {num_ended:,} of {plural(total, 'episode')}"
-            num_new = num_ended - self._phase[2]
+            num_new = num_ended - num_before
             if num_new > 0:
-                left_s = (status.seconds - self._phase[1]) * (total - num_ended) / num_new
+                left_s = (status.seconds - began_s) * (total - num_ended) / num_new
                 text = f"{text}, about {format_duration(left_s)} left"
         elif status.pace:
             state = status.pace.rpartition("; ")[2]  # without the estimate, which time alone changes
             text = f"first step: {status.pace}" + (f"  ({status.bottleneck})" if status.bottleneck else "")
+        elif (seconds := status.seconds - began_s) >= LINE_INTERVAL_S:
+            state = ": ".join(filter(None, (status.phase, "; ".join(status.waits) or status.bottleneck)))
+            text = state.replace(status.phase, f"{status.phase} for {seconds:.0f} s", 1)
         else:
             return
         if self._reminders.is_due(state, status.seconds):
@@ -186,11 +194,7 @@ def format_evaluation_metrics(version: PolicyVersion, metrics: Mapping[str, floa
     if "evaluation/reward" not in metrics:
         return f"held-out tasks were played without {players}"
     tasks = metrics.get("evaluation/tasks", metrics.get("evaluation/episodes", 0.0))
-    verdict = verdict_text(metrics)
-    return (
-        f"held-out reward {metrics['evaluation/reward']:.3f} over {format_task_count(tasks, metrics)} ({players})"
-        f"{verdict and f'; {verdict}'}"
-    )
+    return f"held-out reward {metrics['evaluation/reward']:.3f} over {format_task_count(tasks, metrics)} ({players})"
 
 
 def format_task_count(tasks: float, metrics: Mapping[str, float]) -> str:

@@ -8,7 +8,6 @@ engine.log       error streams of engine processes   process.json   which proces
 error.txt        the error that ended the run         tasks.json     digests of the tasks at the newest start
 best/NAME        link to its version when the metric was best
 models/          versions of other runs that this run starts from
-recorded_turns.json   turns of another run at which groups begin (`environment.start_from`)
 
 A run directory may be untrusted: nothing is ever written through a link, pipe or device that has the name of
 one of our files.
@@ -37,7 +36,6 @@ from agentrl.core.files import (
     replace_file,
     sync_directory,
 )
-from agentrl.core.weight_deltas import WeightDeltaError, make_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,12 +50,10 @@ _FINISH = "make room or permission there, then finish the run with --resume"
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_SUMMARY_BYTES = 64 << 20
-RECORDED_TURNS = "recorded_turns.json"
-"""File name for the recorded turns at which groups begin."""
 FILES_OF_A_START = frozenset(
     [
         *("config.json", "process.json", "status.json", "error.txt", "metrics.jsonl", "alarms.jsonl", "control.sock"),
-        *("journal", "models", RECORDED_TURNS, ENGINE_LOG, WORKERS_LOG, "tensorboard", "wandb", "trackio"),
+        *("journal", "models", ENGINE_LOG, WORKERS_LOG, "tensorboard", "wandb", "trackio"),
     ]
 )
 """What a run's directory may have before its first version is published."""
@@ -113,16 +109,6 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.engine_log = path / ENGINE_LOG
         self.workers_log = path / WORKERS_LOG
-
-    def journal_size(self) -> int:
-        """Return the size of the journal's databases and the columns of steps, in bytes."""
-        total = 0
-        for directory in (self.journal, self.steps):
-            for folder, _, names in os.walk(directory):
-                for name in names:
-                    with contextlib.suppress(OSError):  # it may have been removed in the meantime
-                        total += os.lstat(os.path.join(folder, name)).st_size
-        return total
 
     @classmethod
     def create(cls, path: Path, config_json: str) -> RunDirectory:
@@ -210,17 +196,16 @@ class RunDirectory:
         return False
 
     def link(self, folder: str, weights: Mapping[str, WeightsRef]) -> dict[str, Path]:
-        """Point `FOLDER/NAME` to a version of each policy, stored whole and durable, and remove all other links there.
-        If a version cannot be stored so, the previous links stay.
+        """Point `FOLDER/NAME` to a durable version of each policy, and remove all other links there.
+        If a version cannot be synced, the previous links stay.
 
         Raises:
-            StorageError: the disk failed, or a version is damaged.
+            StorageError: the disk failed.
         """
         links: dict[str, Path] = {}
         directory = self.path / folder
         try:
             for weights_ref in weights.values():
-                make_whole(Path(weights_ref.path))
                 with contextlib.suppress(FileNotFoundError):  # a trainer of tests writes no files
                     sync_directory(Path(weights_ref.path), depth=3)
             if weights or directory.exists():
@@ -233,10 +218,6 @@ class RunDirectory:
                 links[name] = self.user_path / folder / name
         except OSError as error:
             raise StorageError(f"{directory}: cannot be written ({error.strerror}); {_FINISH}") from error
-        except WeightDeltaError as error:
-            raise StorageError(
-                f"{error}; start the run again with --resume, which publishes its weights again"
-            ) from error
         return links
 
     def unlink(self) -> None:

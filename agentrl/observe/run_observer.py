@@ -35,7 +35,6 @@ from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
     read_metrics,
-    read_mirrors,
     write_run_snapshot,
 )
 from agentrl.observe.sinks import Sink
@@ -273,9 +272,7 @@ class RunObserver:
 
     def _set_status(self, status: RunSnapshot) -> None:
         now = self._clock.monotonic() - self._start_s
-        self.state.status = replace(
-            status, wall=self._clock.wall(), seconds=now, mirrors=read_mirrors(self._directory.path)
-        )
+        self.state.status = replace(status, wall=self._clock.wall(), seconds=now)
         write_run_snapshot(self._directory.path, self.state.status)
 
     def _raise_alarms(self) -> None:

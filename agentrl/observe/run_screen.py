@@ -17,8 +17,8 @@ from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import WINDOW, Alarm, find_alarms
-from agentrl.observe.metrics import find_registered_metric, no_gradient_text, own_metrics, reward_metrics, verdict_text
-from agentrl.observe.pace import ChosenStaleness
+from agentrl.observe.metrics import find_registered_metric, no_gradient_text, own_metrics, reward_metrics
+from agentrl.observe.pace import recorded_choice
 from agentrl.observe.run_state import SILENT_S
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
             parts.append(_plot(policy, width))
         parts.append(_figures(policy, width, several=several))
         parts += _steps_without_gradient(policy)
-        parts += _verdict(policy)
         parts += _chosen_staleness(policy)
     if state.status is not None:
         parts.append(_status(state.status))
@@ -220,29 +219,14 @@ def _steps_without_gradient(policy: PolicyMetricHistory) -> Iterator[RenderableT
         yield Text(f"{texts[newest[-1]]} at {plural(len(texts), 'step')} of {len(policy.steps):,}: {numbers}", "dim")
 
 
-def _verdict(policy: PolicyMetricHistory) -> Iterator[RenderableType]:
-    """Yield the answer of the newest evaluation that was compared with the best version before."""
-    evaluations = [(step, metrics) for step, metrics in policy.comparable_evaluations() if verdict_text(metrics)]
-    for step, metrics in evaluations[-1:]:
-        played, tasks = metrics.get("evaluation/played", 0.0), metrics.get("evaluation/tasks", 0.0)
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column()
-        table.add_row("verdict", Text(f"step {step} is {verdict_text(metrics)}"))
-        table.add_row("", Text(f"{played:,.0f} of {plural(tasks, 'held-out task')} played", "dim"))
-        yield table
-
-
 def _chosen_staleness(policy: PolicyMetricHistory) -> Iterator[RenderableType]:
-    """Yield the bound on staleness that the run chose, its reason, and the time per step with each bound."""
-    if (chosen := ChosenStaleness.of_steps(policy.steps)) is None:
+    """Yield the bound on staleness that the run chose, and its reason."""
+    if (reason := recorded_choice(policy.last)) is None:
         return
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    table.add_row("staleness", Text(chosen.reason))
-    for bound, text in chosen.table.items():
-        table.add_row("", Text(f"{'lockstep' if not bound else f'staleness {bound}'}: {text} a step", "dim"))
+    table.add_row("staleness", Text(reason))
     yield table
 
 

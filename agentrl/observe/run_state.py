@@ -7,7 +7,6 @@ and contains the bounds in the configuration. `RunSnapshot` is a snapshot of the
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
@@ -44,8 +43,6 @@ MAX_POLICIES = 256
 MAX_STATUS_BYTES = 1 << 20
 """Maximum number of bytes read from `status.json`, which may be from anyone."""
 STATUS_FILE = "status.json"
-MIRRORS_FILE = "mirrors.json"
-"""State of the copies that `agentrl run mirror` keeps; written by that command."""
 TRAINING = "training"
 EVALUATING = ("evaluating before training", "evaluating after training")
 PAUSED, DRAINING = "paused", "draining"
@@ -55,19 +52,6 @@ SILENT_S = 15.0
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 """Integer that a float can represent and a screen can show."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MirrorStatus:
-    """State of a copy that `agentrl run mirror` keeps."""
-
-    until: Seconds
-    """Time, in seconds since the epoch, until which the copy has what the run wrote; before the first copy, the time at
-    which the mirror started."""
-    every_s: Seconds
-    """Pause between two rounds."""
-    error: str = ""
-    """Error of the last round; empty if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +71,13 @@ class RunSnapshot:
     """Number of dropped episodes by reason."""
     processes: tuple[ProcessStatus, ...] = ()
     """Other processes of the run, with their nodes."""
-    mirrors: Mapping[str, MirrorStatus] = field(default_factory=dict)
-    """Copies that `agentrl run mirror` keeps, keyed by place; set by the observer."""
     bottleneck: str = ""
     """The part of the run that the others wait for, and why, for people."""
-    blocked: Mapping[str, float] = field(default_factory=dict)
-    """Share of the time in which each place in the user's code, such as `env.py:8`, blocked the event loop."""
     raised: str = ""
     """The commonest exception of a tool, with its place, since the run's process started; empty if none was raised."""
     failing: Mapping[str, FailingCalls] = field(default_factory=dict)
-    """Programs, tools, effects, resources and scorers whose last call failed, keyed by name, since the run's process
+    """Programs, tools, effects and resources whose last call failed, keyed by name, since the run's process
     started."""
-    winning_replies: Mapping[str, str] = field(default_factory=dict)
-    """Replies that won tasks with several different answers, since the run's process started, each with episodes."""
     examples: Mapping[str, str] = field(default_factory=dict)
     """Newest training episode with a nonzero metric, a stop reason or a drop reason, keyed by its name."""
     pace: str = ""
@@ -130,27 +108,6 @@ def read_run_snapshot(directory: Path) -> RunSnapshot | None:
             return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=RunSnapshot)
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def record_mirror(directory: Path, place: str, status: MirrorStatus | None) -> None:
-    """Tell a run the state of one of its mirrors; None: it has none there. Disk errors are ignored: the run then sees
-    that the mirror is silent."""
-    mirrors = {**read_mirrors(directory), place.encode("utf-8", "backslashreplace").decode(): status}
-    statuses = {name: mirror for name, mirror in mirrors.items() if mirror is not None}
-    with contextlib.suppress(OSError):
-        if statuses:
-            replace_file(directory / MIRRORS_FILE, msgspec.json.encode(statuses))
-        else:
-            (directory / MIRRORS_FILE).unlink(missing_ok=True)
-
-
-def read_mirrors(directory: Path) -> dict[str, MirrorStatus]:
-    """Return the mirrors of a run, keyed by place; none if their file cannot be read."""
-    try:
-        with open_regular(directory / MIRRORS_FILE) as file:
-            return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=dict[str, MirrorStatus])
-    except (OSError, ValueError, RecursionError):
-        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

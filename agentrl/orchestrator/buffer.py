@@ -12,10 +12,10 @@ Entry lifecycle: admit → record_end (committed or dropped) → released by its
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError
@@ -29,22 +29,21 @@ from agentrl.core.records import (
     TrajectoryCredit,
     TrajectoryHeader,
     Unit,
-    stopped_by_limit,
 )
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
 from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import UnitDropped
 from agentrl.observe.metrics import PASS_RATES, metrics_owner, registered_metrics, with_unset_metrics
 from agentrl.orchestrator.metrics import (
-    AS_TRAINED,
+    NO_REWARD,
     NO_SIGNAL,
-    PROBE,
     TOO_FEW_MEMBERS,
     TREE_LOST,
     EpisodeTotals,
-    SelectionBiasTracker,
-    restore_selection_bias,
 )
+
+_WITHOUT_SIGNAL: Mapping[str | None, int] = {NO_SIGNAL: 1, TOO_FEW_MEMBERS: 1, NO_REWARD: 0, TRUNCATED: 0, TREE_LOST: 0}
+"""Units without signal that each drop reason counts as; a unit with another fate was ready."""
 
 
 class LedgerError(AgentRLError):
@@ -72,11 +71,6 @@ class Ledger:
     units_ready: Counter[str] = field(default_factory=Counter)
     units_consumed: Counter[str] = field(default_factory=Counter)
     units_dropped: Counter[str] = field(default_factory=Counter)
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the counts as JSON data."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
 
     def check(self) -> None:
         """Compare both sides of each equation.
@@ -133,7 +127,6 @@ class EpisodeBuffer:
     Args:
         trainable: policies whose units are trained; other policies only play.
         release: decides when members of a group are released, and with which baselines.
-        selection_bias: metrics by policy; informed of every admission, end and resolution.
         drops_no_signal: whether the units of a group in which no unit of their policy has an advantage are dropped.
         whole_groups: whether a step takes all ready units of a group, because its loss or estimator compares them.
     """
@@ -143,17 +136,14 @@ class EpisodeBuffer:
         trainable: Iterable[str],
         release: GroupReleasePolicy,
         *,
-        selection_bias: Mapping[str, SelectionBiasTracker] | None = None,
         drops_no_signal: bool = False,
         whole_groups: bool = False,
     ) -> None:
         self.trainable = frozenset(trainable)
         """Policies whose units are trained."""
         self.release = release
-        self._resolved_before: dict[tuple[str, str], str | None] = {}
-        """Units that a previous attempt of the run resolved, by (policy, episode id): None if trained, else the drop
-        reason. They serve as baselines for their siblings, and are never trained again."""
-        self.selection_bias = dict(selection_bias or {})
+        self.past: PastRun | None = None
+        """What the journal knows of units, while the records of earlier processes are applied."""
         self._drops_no_signal = drops_no_signal
         self._whole_groups = whole_groups
         self.without_signal: Counter[str] = Counter()
@@ -164,16 +154,9 @@ class EpisodeBuffer:
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
         """Number of units of running episodes, by policy."""
-        self._tasks: Counter[str] = Counter()
         """Number of root episodes in flight, by task."""
         self._late: Counter[str] = Counter()
         """Number of units of running episodes whose group has released other members, by policy."""
-        self._consumed: Counter[str] = Counter()
-        """Number of units trained in this attempt of the run, by policy."""
-        self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}
-        """Value of `_consumed` when an outstanding unit began, keyed by policy and episode."""
-        self._beginnings: dict[str, OrderedDict[int, int]] = {policy: OrderedDict() for policy in self.trainable}
-        """Number of outstanding units that began at each value of `_consumed`, smallest first, keyed by policy."""
         self._unresolved: dict[str, set[str]] = {}
         """Policies whose unit is neither trained nor dropped, keyed by committed episode."""
         self._trained: set[str] = set()
@@ -188,26 +171,16 @@ class EpisodeBuffer:
         self.counts = EpisodeTotals()
         """Counts of the episodes that ended, and of those that were trained, since the run began."""
 
-    def restore(self, past: PastRun) -> None:
-        """Restore what later credits and metrics depend on. The episodes themselves are admitted by the dispatcher."""
-        self.release.restore(past)
-        self._resolved_before = dict(past.resolved_units({spec.episode_id for spec, _ in past.ended}))
-        restore_selection_bias(self.selection_bias, past)
-
     # --- entering ---------------------------------------------------------------------------------------------------
 
-    def admit(self, spec: EpisodeSpec, members: int | None = None) -> None:
-        """Record that an episode has started. Its group is complete when `members` of it have ended.
-
-        Args:
-            spec: the episode.
-            members: number of members of its group that run; None: `group_size`. After a resume fewer may run, because
-                dropped members do not return.
-        """
-        running = spec.group_size if members is None else members
-        if members is None and spec.branched_from is not None:
+    def admit(self, spec: EpisodeSpec) -> None:
+        """Record that an episode has started."""
+        if spec.branched_from is not None:
             self._groups[spec.group_id].running += 1
-        group = self._groups.setdefault(spec.group_id, OpenGroup(running))
+        elif spec.group_id not in self._groups:
+            frozen = None if self.past is None else self.past.baselines.get(spec.group_id)
+            self._groups[spec.group_id] = OpenGroup(spec.group_size, frozen=frozen)
+        group = self._groups[spec.group_id]
         if spec.branched_from is not None and spec.fork is not None:
             group.branches[spec.episode_id] = spec.fork
         else:
@@ -216,33 +189,21 @@ class EpisodeBuffer:
         group.size = spec.group_size
         self.ledger.admitted += 1
         self.ledger.in_flight += 1
-        if spec.parent_id is None:
-            self._tasks[spec.task.id] += 1
         for policy in self.policies_of(spec):
             self._in_flight[policy] += 1
-            self._begun[policy][spec.episode_id] = began = self._consumed[policy]
-            self._beginnings[policy][began] = self._beginnings[policy].get(began, 0) + 1
-            if policy in self.selection_bias:
-                self.selection_bias[policy].record_admission(spec)
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> list[UnitDropped]:
         """Record that an admitted episode ended; returns the units dropped because of it."""
         drops: list[UnitDropped] = []
         self.ledger.in_flight -= 1
-        if spec.parent_id is None:
-            self._tasks[spec.task.id] -= 1
-            if not self._tasks[spec.task.id]:
-                del self._tasks[spec.task.id]
         policies = self.policies_of(spec)
-        for policy in policies & self.selection_bias.keys():
-            self.selection_bias[policy].record_end(policy, header)
         if header.committed:
-            self._commit(header, drops, is_probe=spec.is_probe)
+            self._commit(header, drops)
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
-        for policy in policies - {trajectory.policy for trajectory in header.trajectories}:
-            self._remove_outstanding(policy, header.episode_id)
+            self._forget_metrics(header.episode_id)
         group = self._groups[spec.group_id]
+        group.is_settled = self.past is not None and spec.group_id not in self.past.open_groups
         before = group.late
         group.running -= 1
         group.headers.append(header)
@@ -251,6 +212,8 @@ class EpisodeBuffer:
             self._in_flight[policy] -= 1
             self._late[policy] += group.late - before
         released = _by_tree(released)
+        for member in released:
+            self._count_known_signal(member)
         drops += self._drop_uncompared(released, credits, group.branches)
         if self._drops_no_signal:
             drops += self._drop_without_signal(released, credits)
@@ -265,35 +228,43 @@ class EpisodeBuffer:
                 self.counts.count_squared_advantages(policy, given, whole)
         return drops
 
-    def hold_metrics(self, episode_id: str, counted: Mapping[str, PolicyCounts], learning: Collection[str]) -> None:
+    def hold_metrics(
+        self, episode_id: str, environment: str, counted: Mapping[str, PolicyCounts], learning: Collection[str]
+    ) -> None:
         """Keep the turns and metrics of an episode that is about to end until its units are trained; the environment's
         own metrics for one policy, of those that are `learning`."""
         self._metrics_owners[episode_id] = owner = metrics_owner(learning, counted)
+        if owner is not None:
+            with_unset_metrics({episode_id: counted[owner].metrics}, {episode_id: environment}, self._metric_names)
         self._metrics[episode_id] = {
             policy: counts if policy == owner else PolicyCounts(counts.turns, registered_metrics(counts.metrics))
             for policy, counts in counted.items()
             if policy in self.trainable
         }
 
-    def _commit(self, header: EpisodeHeader, drops: list[UnitDropped], *, is_probe: bool) -> None:
+    def _commit(self, header: EpisodeHeader, drops: list[UnitDropped]) -> None:
         self.ledger.ready += 1
         policies = {trajectory.policy for trajectory in header.trajectories} & self.trainable
         self._unresolved[header.episode_id] = set(policies)
         for policy in sorted(policies):
             self.ledger.units_committed[policy] += 1
             self.ledger.units_ready[policy] += 1
-            if (policy, header.episode_id) in self._resolved_before:
-                reason = self._resolved_before[policy, header.episode_id]
-                self._resolve(header.episode_id, policy, reason=reason)
-            elif is_probe:
-                drops.append(UnitDropped(header.episode_id, header.attempt, policy, PROBE))
-                self._resolve(header.episode_id, policy, reason=PROBE)
+            if self.past is not None and (policy, header.episode_id) in self.past.fates:
+                self._resolve(header.episode_id, policy, reason=self.past.fates[policy, header.episode_id])
             elif without := [t for t in header.trajectories if t.policy == policy and t.reward is None]:
-                reason = TRUNCATED if header.drops_as_truncated(without[0]) else "no_reward"
+                reason = TRUNCATED if header.drops_as_truncated(without[0]) else NO_REWARD
                 drops.append(UnitDropped(header.episode_id, header.attempt, policy, reason))
                 self._resolve(header.episode_id, policy, reason=reason)
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
+
+    def _count_known_signal(self, header: EpisodeHeader) -> None:
+        """Count released units without signal that an earlier process of the run resolved."""
+        if self.past is None:
+            return
+        for policy in self.trainable.intersection(own.policy for own in header.trajectories):
+            counted = _WITHOUT_SIGNAL.get(self.past.fates.get((policy, header.episode_id), NO_REWARD))
+            self.without_signal[policy] = 0 if counted is None else self.without_signal[policy] + counted
 
     def _drop_uncompared(
         self, released: Sequence[EpisodeHeader], credits: Credits, branches: Collection[str]
@@ -338,7 +309,6 @@ class EpisodeBuffer:
                 policy=policy,
                 location=header.location or EpisodeDataLocation("", 0),
                 credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
-                is_cut=stopped_by_limit(header.stop_reason),
             )
             is_alone = self._is_alone(unit, group)
             self._ready[policy].append(ReadyUnit(unit, own, environment, is_alone, header.sampled_by, header.group_id))
@@ -348,9 +318,7 @@ class EpisodeBuffer:
         if not self.release.compares or any(credit.advantage for credit in unit.credits):
             return False
         seats = {credit.seat for credit in unit.credits}
-        ignored = {name for name, point in group.branches.items() if point.probe or point.resample_weight}
-        ignored.add(unit.episode_id)
-        others = (header for header in group.headers if header.episode_id not in ignored)
+        others = (header for header in group.headers if header.episode_id != unit.episode_id)
         return not any(own.seat in seats for other in others for own in rewarded_trajectories(other, {unit.policy}))
 
     def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
@@ -379,19 +347,10 @@ class EpisodeBuffer:
         """Return the number of members of an open group whose ends have not been recorded."""
         return self._groups[group_id].running
 
-    def running_of_task(self, task_id: str) -> int:
-        """Return the number of root episodes of a task whose ends have not been recorded."""
-        return self._tasks[task_id]
-
     def outstanding(self, policy: str) -> int:
         """Return the number of units that may still be trained: of running episodes, of unreleased groups, ready, or in
         a step."""
         return self._in_flight[policy] + self.ledger.units_ready[policy]
-
-    def overtaken(self, policy: str) -> int:
-        """Return the number of units trained since the oldest outstanding one began."""
-        beginnings = self._beginnings[policy]
-        return self._consumed[policy] - next(iter(beginnings)) if beginnings else 0
 
     def late(self, policy: str) -> int:
         """Return the number of units of running episodes whose group has released other members."""
@@ -433,7 +392,6 @@ class EpisodeBuffer:
         own = with_unset_metrics(own, environments, self._metric_names)
         for ready in units:
             policy = ready.unit.policy
-            self._consumed[policy] += 1
             if counts := self._metrics.get(ready.unit.episode_id, {}).get(policy):
                 if self._metrics_owners[ready.unit.episode_id] == policy:
                     counts = counts._replace(metrics=own[ready.unit.episode_id])
@@ -450,9 +408,6 @@ class EpisodeBuffer:
 
     def _resolve(self, episode_id: str, policy: str, *, reason: str | None) -> None:
         self.ledger.units_ready[policy] -= 1
-        self._remove_outstanding(policy, episode_id)
-        if policy in self.selection_bias:
-            self.selection_bias[policy].record_resolution(episode_id, trained=reason in AS_TRAINED)
         if reason is None:
             self.ledger.units_consumed[policy] += 1
             self._trained.add(episode_id)
@@ -463,19 +418,9 @@ class EpisodeBuffer:
         if not unresolved:
             self._close_episode(episode_id, reason=reason or "")
 
-    def _remove_outstanding(self, policy: str, episode_id: str) -> None:
-        """Record that a unit is no longer outstanding."""
-        beginnings, began = self._beginnings[policy], self._begun[policy].pop(episode_id, None)
-        if began is None:
-            return  # the unit of a probe
-        beginnings[began] -= 1
-        if not beginnings[began]:
-            del beginnings[began]
-
     def _close_episode(self, episode_id: str, *, reason: str) -> None:
         del self._unresolved[episode_id]
-        self._metrics.pop(episode_id, None)
-        self._metrics_owners.pop(episode_id, None)
+        self._forget_metrics(episode_id)
         self.ledger.ready -= 1
         if episode_id in self._trained:
             self._trained.discard(episode_id)
@@ -483,8 +428,10 @@ class EpisodeBuffer:
         else:
             self.ledger.dropped[reason] += 1
 
+    def _forget_metrics(self, episode_id: str) -> None:
+        self._metrics.pop(episode_id, None)
+        self._metrics_owners.pop(episode_id, None)
+
     def policies_of(self, spec: EpisodeSpec) -> set[str]:
         """Return the trainable policies to whose steps an episode may give a unit: those that hold a seat of it."""
-        if spec.is_probe:
-            return set()
         return {binding.policy for binding in spec.seats.values()} & self.trainable

@@ -2,7 +2,7 @@
 
     checkpoints/step_000120-3/        sum of the policies' steps, lineage; put in place by `core.files.rename_durably`
         <trainer's files>             weights, optimizer and random state of every policy
-        manifest.json                 versions, ledger, role means, measurements, digests of the files
+        manifest.json                 versions, role means, measurements, digests of the files
 
 A checkpoint's manifest is written last, and a run resumes from it. The manifest determines what is *consumed*: every
 unit of a step up to its versions, along their lineage. The control log lists those units, and is flushed before the
@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +38,8 @@ from agentrl.core.files import (
 )
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.core.text import plural
-from agentrl.core.weight_deltas import WeightDeltaError, base_needed
 from agentrl.credit.baselines import DecayingMean, MeanAtStep, RoleMeans, SeatRole
 from agentrl.journal.port import JournalStore, PruneRule
-from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean, PolicyBoard, decode_best_running_mean
 
 FORMAT = 1
@@ -53,8 +49,6 @@ KEPT_CHECKPOINTS = 2
 MAX_MANIFEST_BYTES = 64 << 20
 _CHECKPOINT_NAME = re.compile(r"step_(\d{6,})-(\d+)")
 _VERSION_NAME = re.compile(r"(\d+)\.(\d+)")
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +81,6 @@ class CheckpointWriter:
         self,
         trainer: Trainer,
         versions: Mapping[str, PolicyVersion],
-        ledger: Ledger,
         roles: RoleMeans | None = None,
         measured: BestRunningMean = NOT_MEASURED,
         opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
@@ -114,7 +107,7 @@ class CheckpointWriter:
                 "measured": measured.as_data(),
                 "opponents": dict(opponents),
             }
-            content = _manifest(staging, versions, ledger, folds, self._disk)
+            content = _manifest(staging, versions, folds, self._disk)
             self._disk.write(staging / "manifest.json", content)
             rename_durably(staging, target, disk=self._disk)
             self._prune(target)
@@ -219,7 +212,6 @@ def _candidates(directory: Path, disk: Disk) -> list[Path]:
 def _manifest(
     staging: Path,
     versions: Mapping[str, PolicyVersion],
-    ledger: Ledger,
     folds: Mapping[str, Any],
     disk: Disk,
 ) -> bytes:
@@ -227,7 +219,6 @@ def _manifest(
     content = {
         "format": FORMAT,
         "versions": {policy: [version.lineage, version.step] for policy, version in versions.items()},
-        "ledger": ledger.as_data(),
         **folds,
         "files": files,
     }
@@ -320,7 +311,7 @@ def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, list[Me
 
 class VersionRetention:
     """Syncs the versions that a checkpoint needs. Deletes older versions than the window, of any attempt of the run,
-    unless a delta in the window, or a resume from any checkpoint on disk, needs them.
+    unless a resume from any checkpoint on disk needs them.
 
     Args:
         keep: number of newest versions of each policy that stay; 0 keeps all.
@@ -339,7 +330,7 @@ class VersionRetention:
         """Versions that `make_durable` has synced."""
 
     async def make_durable(self, versions: Iterable[WeightsRef]) -> None:
-        """Sync versions and the bases of their deltas, before something durable names them. Versions whose files are
+        """Sync versions before something durable names them. Versions whose files are
         gone are left out.
 
         Raises:
@@ -356,12 +347,8 @@ class VersionRetention:
 
     def _sync(self, versions: Iterable[WeightsRef]) -> None:
         for weights in versions:
-            directory: Path | None = Path(weights.path)
-            with contextlib.suppress(FileNotFoundError, WeightDeltaError):  # readers of a version report its damage
-                while directory is not None:
-                    sync_directory(directory, disk=self._disk, depth=3)
-                    base = base_needed(directory, disk=self._disk)
-                    directory = None if base is None else directory.with_name(base)
+            with contextlib.suppress(FileNotFoundError):  # readers of a version report its damage
+                sync_directory(Path(weights.path), disk=self._disk, depth=3)
 
     async def keep_for(self, checkpoints: CheckpointWriter | None, board: PolicyBoard) -> None:
         """Keep the versions that a resume from any checkpoint on disk needs, until the next call: opponents, the best
@@ -387,17 +374,10 @@ class VersionRetention:
 
     def _prune(self, directory: Path, stay: Collection[tuple[int, int]]) -> None:
         versions = list_version_directories(directory, disk=self._disk)
-        needed = {f"{lineage}.{step}" for lineage, step in (*versions[-self._keep :], *stay)}
-        try:
-            for name in list(needed):
-                with contextlib.suppress(WeightDeltaError):  # its readers report a damaged version
-                    while (base := base_needed(directory / name, disk=self._disk)) is not None and base not in needed:
-                        needed.add(name := base)
-        except OSError:  # what the versions need is unknown, so the next pruning deletes them
-            return
+        needed = {*versions[-self._keep :], *stay}
         for lineage, step in versions:
-            if (name := f"{lineage}.{step}") not in needed:
-                self._disk.remove_tree(directory / name)
+            if (lineage, step) not in needed:
+                self._disk.remove_tree(directory / f"{lineage}.{step}")
 
 
 def list_version_directories(directory: Path, *, disk: Disk = LOCAL) -> list[tuple[int, int]]:
@@ -407,15 +387,12 @@ def list_version_directories(directory: Path, *, disk: Disk = LOCAL) -> list[tup
 
 
 class JournalRetention:
-    """Prunes the journal after checkpoints, in a background task, and checks it against its budget.
+    """Prunes the journal after checkpoints, in a background task.
 
     Args:
         store: the run's journal.
         checkpoints: the run's checkpoint writer; None: there are no checkpoints, and nothing is pruned.
         keep: `journal.keep`.
-        budget_mib: `journal.budget_mib`.
-        size: returns the bytes of journal and step columns; blocking.
-        warn: called when the budget will not suffice.
         disk: the file system.
     """
 
@@ -425,24 +402,14 @@ class JournalRetention:
         checkpoints: CheckpointWriter | None,
         *,
         keep: Literal["all"] | int = "all",
-        budget_mib: int = 0,
-        size: Callable[[], int] = lambda: 0,
-        warn: Callable[[str], None] = lambda _: None,
         disk: Disk = LOCAL,
     ) -> None:
         self._store = store
         self._checkpoints = checkpoints
         self._keep = keep
-        self._budget = budget_mib * MIB
-        self._size = size
-        self._warn = warn
         self._disk = disk
         self._prune_task: asyncio.Task[None] | None = None
         self._is_due = self._is_ending = False
-        self._steps = 0
-        self._sizes: deque[tuple[int, int]] = deque(maxlen=16)
-        """Measured sizes as (steps taken, bytes): after each pruning, or after each step if nothing is pruned."""
-        self._warnings_given: set[str] = set()
 
     def start_pruning(self, fail: Callable[[BaseException], None]) -> None:
         """Prune data that the newest checkpoint makes obsolete; if a pruning is running, prune once more after it.
@@ -464,8 +431,6 @@ class JournalRetention:
                 manifests = await self._disk.run_in_thread(self._checkpoints.sealed)
                 rule = PruneRule(keep=keep, sealed=[manifest.versions for manifest in manifests])
                 await self._store.prune(rule, should_stop=lambda: self._is_ending)
-                if self._budget:
-                    self._sizes.append((self._steps, await self._disk.run_in_thread(self._size)))
         except OSError as error:
             fail(StorageError(f"checkpoints: {error.strerror or error}; {resume_advice(error)}"))
         except Exception as error:  # noqa: BLE001 - no caller awaits this task's result
@@ -480,57 +445,3 @@ class JournalRetention:
         """Stop pruning; the rest is left to the next run. Idempotent."""
         self._is_ending = True
         await self.wait()
-
-    async def check_step(self, steps_left: int) -> bool:
-        """Check the budget after an optimizer step, warn if it will not suffice; returns whether it is used up.
-
-        Args:
-            steps_left: number of steps of all policies until the run's end.
-        """
-        self._steps += 1
-        if not self._budget:
-            return False
-        used_bytes = await self._disk.run_in_thread(self._size)
-        if self._keep == "all":
-            self._sizes.append((self._steps, used_bytes))
-        self._forecast(used_bytes, steps_left)
-        return used_bytes > self._budget
-
-    def _forecast(self, used_bytes: int, steps_left: int) -> None:
-        usage = f"journal and step columns take {_mib(used_bytes)} of journal.budget_mib = {self._budget // MIB}"
-        advice = "raise it, or prune more with journal.keep (docs/how-to/operations.md, Disk)"
-        if used_bytes > 0.9 * self._budget and "full" not in self._warnings_given:
-            self._warnings_given |= {"full", "growth"}
-            self._warn(f"{usage}; {advice}")
-        # a forecast of growth needs three sizes
-        if len(self._sizes) < 3 or "growth" in self._warnings_given:
-            return
-        (first, before), (last, now) = self._sizes[0], self._sizes[-1]
-        growth = (now - before) / max(last - first, 1)
-        if growth > 0 and (self._budget - used_bytes) / growth < steps_left:
-            self._warnings_given.add("growth")
-            steps = max(int((self._budget - used_bytes) / growth), 0)
-            self._warn(
-                f"{usage}, and each step adds {_mib(growth)}: the budget will be used up in about "
-                f"{plural(steps, 'step')}, and the run has {steps_left} left; {advice}"
-            )
-
-    async def check_pruned(self) -> None:
-        """Check, after a checkpoint, that pruning has brought the journal within its budget.
-
-        Raises:
-            StorageError: `journal.keep` allows no more pruning.
-        """
-        await self.wait()
-        used_bytes = await self._disk.run_in_thread(self._size)
-        if used_bytes > self._budget:
-            raise StorageError(
-                f"journal and step columns take {_mib(used_bytes)}, more than journal.budget_mib = "
-                f"{self._budget // MIB}, "
-                f"and journal.keep = {self._keep} prunes no more of them. A checkpoint was written, so nothing is "
-                "lost: raise the budget or lower journal.keep, then start again with --resume"
-            )
-
-
-def _mib(size: float) -> str:
-    return f"{size / MIB:.3g} MiB"

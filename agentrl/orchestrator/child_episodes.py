@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.journal.past_run import PastRun
 from agentrl.orchestrator.in_flight import EpisodesInFlight
 
 OnEnd = Callable[[EpisodeHeader], None]
@@ -22,17 +21,13 @@ class ChildEpisodes:
     def __init__(self, in_flight: EpisodesInFlight) -> None:
         self._in_flight = in_flight
         self._ended_before: dict[str, EpisodeHeader] = {}
-        """Headers of children that ended in a previous attempt of the run, or of episodes that forks were made from."""
+        """Headers of children of episodes that forks were made from."""
         self._ended: dict[str, dict[str, EpisodeHeader]] = {}
         """Headers of ended children, keyed by running parent: a re-executed parent requests them again."""
         self._rejoined: dict[str, OnEnd] = {}
         """Callbacks of re-executed parents, keyed by a child in flight that was not started by that execution."""
         self._sharers: dict[str, list[OnEnd]] = {}
         """Callbacks of forks that wait for a child of the episode they were forked from."""
-
-    def restore(self, past: PastRun) -> None:
-        """Take over the children of unfinished episodes that ended in a previous attempt of the run."""
-        self.add_ended(past.log.ended_children({spec.episode_id for spec in past.unfinished}))
 
     def add_ended(self, headers: Mapping[str, EpisodeHeader]) -> None:
         """Add children of the episodes that forks are made from."""

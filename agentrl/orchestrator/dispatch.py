@@ -10,34 +10,57 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from agentrl.core import ids
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError, JournalError
+from agentrl.core.errors import (
+    RUN_ENDED,
+    CheckFailedError,
+    ConfigError,
+    EnvironmentDefinitionError,
+    JournalError,
+)
 from agentrl.core.holds import AdmissionWait
 from agentrl.core.ports import PolicyCounts, Worker
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, Task, dropped_header
+from agentrl.core.records import (
+    EpisodeHeader,
+    EpisodeSpec,
+    GroupScores,
+    Lines,
+    PolicyVersion,
+    Proposal,
+    Task,
+    dropped_header,
+)
 from agentrl.core.text import plural, shorten_lines, strip_numbers
 from agentrl.environment.environment import Environment
 from agentrl.journal.entries import BeginEntry, JournalEntry, decode_entries
-from agentrl.journal.past_run import PastRun
-from agentrl.journal.port import JournalStore
+from agentrl.journal.past_run import PastRun, without_collections
+from agentrl.journal.port import (
+    Admission,
+    ControlRecord,
+    EpisodeEnd,
+    JournalStore,
+    Repinning,
+    UnitDropped,
+    VersionPublication,
+)
 from agentrl.observe.alarms import ADVICE_ON_DROPS, EXPECTED_DROPS, fill_commands
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.observe.metrics import metrics_owner
+from agentrl.observe.metrics import find_registered_metric
 from agentrl.orchestrator.admission import AdmissionPolicy, UnrestrictedAdmission
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.child_episodes import ChildEpisodes, OnEnd
 from agentrl.orchestrator.child_reservations import ChildUnitReservations, PolicyOf
 from agentrl.orchestrator.episode_specs import PREFIX, EpisodeNumbers, EpisodeSpecs
-from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
+from agentrl.orchestrator.group_scores import GroupScoring
 from agentrl.orchestrator.in_flight import EpisodesInFlight
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker
-from agentrl.orchestrator.tree_leases import TreeLeases, unfinished_tree_members
+from agentrl.orchestrator.tree_leases import TreeLeases
 
 
 class ChangeCondition:
@@ -78,30 +101,18 @@ class EvaluatedEpisodes:
         """Number of evaluations that have begun."""
         self.children: list[EpisodeHeader] = []
         """Headers of ended child episodes."""
-        self.counts: dict[str, Mapping[str, PolicyCounts]] = {}
-        """Counts of the episodes, by id."""
-        self.environments: dict[str, str] = {}
-        """Environments of the episodes, by id."""
 
     def begin(self, count: int) -> Sequence[asyncio.Future[EpisodeHeader]]:
         """Forget the evaluation before; returns the futures of so many root episodes."""
-        self.children, self.counts, self.environments = [], {}, {}
+        self.children = []
         self.number += 1
-        self.ends = _futures(count)
+        loop = asyncio.get_running_loop()
+        self.ends = [loop.create_future() for _ in range(count)]
         return self.ends
 
     def progress(self) -> tuple[int, int]:
         """Numbers of ended and of all root episodes."""
         return sum(end.done() for end in self.ends), len(self.ends)
-
-    def metrics(self, policy: str, policies: Collection[str]) -> dict[str, Mapping[str, float]]:
-        """Return the values of `ctx.metric` by episode id, of the episodes whose metrics belong to `policy`, one of the
-        evaluated `policies`."""
-        return {
-            episode: counted[policy].metrics
-            for episode, counted in self.counts.items()
-            if policy == metrics_owner(policies, counted)
-        }
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -128,11 +139,23 @@ class Dispatcher:
     leases: TreeLeases | None = None
     """Leases of trees; None: the engine serves one version, as in checks of environments."""
     evaluated: EvaluatedEpisodes = field(default_factory=EvaluatedEpisodes)
+    lines: Lines = field(default_factory=Lines)
+    """The run's lineages."""
     examples: dict[str, str] = field(default_factory=dict)
     """Newest training episode with a nonzero built-in metric, a stop reason or a drop reason, keyed by its name."""
     is_paused: bool = False
     """Whether all episodes are parked, including new ones."""
     worker: Worker = field(init=False)
+    past: PastRun | None = None
+    """The run's past while the records of its earlier processes are applied."""
+    begin_group: Callable[[int], None] = lambda group: None
+    """Receives the number of each root group that an earlier process began."""
+    begin_version: Callable[[PolicyVersion], None] = lambda version: None
+    """Receives each version that an earlier process published."""
+    repinned: Callable[[EpisodeSpec], EpisodeSpec | None] = lambda spec: None
+    """Returns the spec of an episode of an earlier process with another opponent, if its own is gone; else None."""
+    _unreported: set[tuple[str, int]] = field(default_factory=set)
+    """Attempts whose ends were recorded, and whose worker has not told that they are on disk."""
     _drops: Counter[str] = field(default_factory=Counter)
     """Number of dropped episodes by reason, held-out ones and children included."""
     _shown_failures: set[str] = field(default_factory=set)
@@ -144,10 +167,11 @@ class Dispatcher:
     _resumed: set[str] = field(default_factory=set)
     """Resumed episodes and their children; the journal may hold their entries, admitted or not."""
     _root_end: OnEnd = field(init=False)
-    """Bound method `_end_root`, made once."""
+    """`_end` of a root episode, made once."""
 
     def __post_init__(self) -> None:
-        self._root_end = self._end_root
+        self._root_end = partial(self._end, None)
+        self.store.apply = self.apply
 
     def run(self, worker: Worker) -> None:
         """Start episodes with a worker, whose episodes call back through an `EpisodeHost` of this dispatcher."""
@@ -168,84 +192,186 @@ class Dispatcher:
         self.is_paused = False
         self.worker.unpark(len(self.in_flight) + 1)
 
-    def admit_group(self, start: GroupStart, waited: tuple[AdmissionWait, ...] = ()) -> None:
-        """Start a root group: `group_size` episodes from one start. `waited` is `EpisodeSpec.waited`."""
-        self.start([(spec, None) for spec in self.specs.next_group(start, waited)])
+    def admit_group(self, task: Task, waited: tuple[AdmissionWait, ...] = ()) -> None:
+        """Start a root group: `group_size` episodes of one task. `waited` is `EpisodeSpec.waited`."""
+        self.start([(spec, None) for spec in self.specs.next_group(task, waited)])
 
-    def restore(
+    # --- the log ------------------------------------------------------------------------------------------------------
+
+    def apply(self, record: ControlRecord) -> None:
+        """Change the state of the loop by a record of the log: in this process when it is recorded, and in a resume for
+        each record of earlier processes. Nothing else changes it."""
+        try:
+            match record:
+                case Admission():
+                    self._apply_admission(record.spec)
+                case Repinning():
+                    self.in_flight.add(record.spec)
+                case EpisodeEnd():
+                    self._apply_end(record)
+                case GroupScores() if self.group_scoring is not None:
+                    self.group_scoring.apply_scores(record)
+                case UnitDropped() if self.group_scoring is not None:
+                    self.group_scoring.apply_drop(record.episode_id, record.reason)
+                case Proposal():
+                    self.memory.remember(record)
+                case VersionPublication():
+                    self.lines.add(record.weights.version, record.parent, record.weights.sha256)
+        except Exception as error:
+            if self.past is not None or isinstance(record, Admission):
+                raise
+            # It is the run's, such as an estimator's, and not that of the episode that ends.
+            self.fail(error)
+
+    @without_collections()
+    def resume(
         self,
         past: PastRun,
-        start_of_group: Callable[[int], GroupStart],
+        task_of_group: Callable[[int], Task],
         *,
         recorded: Callable[[str, int], tuple[Sequence[JournalEntry], Any]] = lambda episode_id, attempt: ((), ()),
         refusal: Callable[[EpisodeSpec], str] = lambda spec: "",
+        versions: Iterable[PolicyVersion] = (),
     ) -> None:
-        """Restore the dispatcher's parts, and take over the episodes that the previous attempts of the run left.
+        """Apply the records of the previous processes of the run, and continue their episodes.
 
         Args:
             past: the run's past.
-            start_of_group: returns the start of a root group whose admission never reached the disk.
+            task_of_group: returns the task of a root group whose admission never reached the disk.
             recorded: see `RunJournal.recorded`.
             refusal: returns why an episode whose task only the journal names cannot be played; empty if it can.
+            versions: first versions of this process.
         """
-        for part in (self.specs.numbers, self.children, self.memory, self.buffer, self.group_scoring):
-            if part is not None:
-                part.restore(past)
-        ended, lost = past.ended, past.lost_numbers()
-        metrics = past.log.episode_metrics([spec.episode_id for spec, _ in ended])
-        members = Counter(spec.group_id for spec in (*(spec for spec, _ in ended), *past.unfinished))
-        members.update(self.specs.group_id(number // past.group_size) for number in lost)
-        for spec, _ in ended:
-            self.buffer.admit(spec, members[spec.group_id])
-        for spec in past.unfinished:
-            self._record_start(spec, members[spec.group_id])
-        for spec, header in ended:
-            policies = {trajectory.policy for trajectory in header.trajectories}
-            # The journal does not divide an episode's metrics between policies.
-            if len(policies) == 1 and header.episode_id in metrics:
-                counts = PolicyCounts(header.turns, dict(metrics[header.episode_id]))
-                self.buffer.hold_metrics(header.episode_id, dict.fromkeys(policies, counts), policies)
-            self._hold(spec, header, self._record_in_buffer)
+        numbers = self.specs.numbers
+        scoring = [*filter(None, [self.group_scoring])]
+        self.past = self.buffer.past = past
+        for part in scoring:
+            part.past = past
+        try:
+            for record in past.records:
+                if isinstance(record, VersionPublication):
+                    self.begin_version(record.weights.version)
+                elif isinstance(record, Admission) and (group := self.specs.group_begun_by(record.spec)) is not None:
+                    self.begin_group(group)
+                self.apply(record)
+        except LookupError as error:
+            raise JournalError(f"{past.log.path}: a record contradicts those before it ({error!r})") from error
+        for version in versions:
+            self.begin_version(version)
+        self.past = self.buffer.past = None
+        self._unreported.clear()  # the workers of earlier processes tell nothing any more
+        for part in scoring:
+            part.end_past()
+        numbers.next_training, numbers.next_evaluation = past.next_training, past.log.next_number(PREFIX["evaluate"])
+        self.store.record(*map(past.log.repinning, filter(None, map(self.repinned, self.in_flight.specs()))))
         # Tasks follow the results of ended groups, so these were counted first.
-        specs, starts = list[EpisodeSpec](), dict[int, GroupStart]()
-        known_starts = self._known_starts(past, lost, recorded)
+        lost, specs, tasks = past.lost_numbers(), list[EpisodeSpec](), dict[int, Task]()
+        known_tasks = self._known_tasks(past, lost, recorded)
         for number in lost:
             group = number // past.group_size
-            if group not in starts:
-                start = start_of_group(group)  # also of a known group, since a source that selects counts its calls
-                known = known_starts.get(group, start)
-                is_refused = known is not start and any(map(refusal, self.specs.training(known, (number,))))
-                starts[group] = start if is_refused else known
-            specs += self.specs.training(starts[group], (number,))
+            if group not in tasks:
+                task = task_of_group(group)  # also of a known group, since a source that selects counts its calls
+                known = known_tasks.get(group, task)
+                is_refused = known is not task and any(map(refusal, self.specs.training(known, (number,))))
+                tasks[group] = task if is_refused else known
+            specs += self.specs.training(tasks[group], (number,))
+        for spec in self.in_flight.specs():
+            self._reserve(spec)
         self.store.admit(*specs)
-        for spec in specs:
-            self._record_start(spec, members[spec.group_id])
-        unfinished = [*past.unfinished, *specs]
-        if self.leases is not None:  # the versions of unfinished trees are served again
-            ended_specs = [spec for spec, _ in ended]
-            for main, member, version in unfinished_tree_members(unfinished, ended_specs, self.buffer.trainable):
-                self.leases.add(*main, member, version)
-        self._resumed = {spec.episode_id for spec in unfinished}
-        self._to_resume = unfinished
+        if self.leases is not None:
+            self.leases.take_over()
+        self._to_resume = self.in_flight.specs()
+        self._resumed = {spec.episode_id for spec in self._to_resume}
         self.resume_unfinished()
 
-    def _known_starts(
+    def _apply_admission(self, spec: EpisodeSpec) -> None:
+        if spec.attempt and self.in_flight.get(spec.episode_id) is not None:
+            if self.leases is not None:
+                self.leases.attempt_ended(spec.episode_id, spec.attempt - 1)
+            self.memory.forget(spec.episode_id)
+        elif spec.purpose == "train":
+            self.buffer.admit(spec)
+        if self.leases is not None and spec.fork is not None and spec.fork.branch:
+            self.leases.add(spec.fork.episode_id, spec.fork.attempt, spec.episode_id)
+        if self.past is None:
+            self._reserve(spec)
+        self.in_flight.add(spec)
+
+    def _apply_end(self, end: EpisodeEnd) -> None:
+        """Apply the end of an attempt that runs, and not of a superseded one."""
+        header = end.header
+        spec = self.in_flight.get_attempt(header.episode_id, header.attempt)
+        if spec is None:
+            return
+        if self.leases is not None:
+            self.leases.attempt_ended(spec.episode_id, header.attempt, spec.fork)
+        self.in_flight.remove(spec.episode_id)
+        self.reservations.cancel(spec.episode_id)
+        self.children.record_end(spec, header)
+        self._unreported.add((spec.episode_id, header.attempt))
+        self.examples.setdefault(header.stop_reason or "", header.episode_id)
+        if spec.purpose == "train":
+            self._count(spec, header, end.counted)
+            if not header.committed:
+                self.memory.forget(spec.episode_id)
+            if self.group_scoring is None:
+                self._record_end(spec, header)
+            else:
+                self.group_scoring.hold(spec, header, self._record_end, running=self.buffer.running(spec.group_id))
+        elif spec.purpose == "evaluate" and spec.parent_id is not None:
+            self.evaluated.children.append(header)
+
+    def _count(self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]) -> None:
+        """Count a training episode, and keep its metrics until its steps."""
+        if header.drop_reason is not None:
+            self.examples[header.drop_reason] = header.episode_id
+            return
+        self.buffer.counts.count_committed(counted)
+        self.buffer.hold_metrics(header.episode_id, spec.environment, counted, self.admission.learning())
+        metrics = {name for counts in counted.values() for name, value in counts.metrics.items() if value}
+        built_in = filter(find_registered_metric, metrics)
+        self.examples |= dict.fromkeys([*built_in, header.stop_reason or ""], header.episode_id)
+
+    def _record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
+        """Hand an ended training episode to the buffer, and end the run if a policy starves."""
+        for drop in self.buffer.record_end(spec, header):
+            self.store.record(drop)
+        if header.drop_reason == RUN_ENDED:
+            return
+        learning = self.admission.learning()
+        self.buffer.counts.count_end(header, header.winner)
+        why = self.admission.record_end(spec, header, learning)
+        if self.past is not None:
+            return
+        self._drop_units_of_others(learning)
+        if why is not None:
+            scoring = self.group_scoring
+            failure = (scoring and scoring.last_failure) or self.worker.last_failure
+            hint = (
+                f"; `agentrl episode show {self.run_name} {header.episode_id}` shows the last episode, and `agentrl "
+                f"run ledger {self.run_name}` counts drops"
+            )
+            last_failure = f". Last failure: {failure}" if failure else ""
+            self._is_failing = True
+            self.fail(CheckFailedError(f"{why}{hint if self.run_name else ''}{last_failure}"))
+
+    def _known_tasks(
         self,
         past: PastRun,
         lost: Sequence[int],
         recorded: Callable[[str, int], tuple[Sequence[JournalEntry], Any]],
-    ) -> dict[int, GroupStart]:
-        """Return how root groups with lost admissions started, as far as the journal knows: the source's tasks may have
-        changed since, and a source that selects may choose another one now."""
-        specs = (*past.unfinished, *(spec for spec, _ in past.ended))
-        starts = {
-            ids.root_episode_number(spec.episode_id) // past.group_size: GroupStart(spec.task)
+    ) -> dict[int, Task]:
+        """Return the tasks of root groups with lost admissions, as far as the journal has them: the source may have
+        other tasks since, and a source that selects may choose another one now."""
+        specs = (*past.unfinished, *past.ended)
+        tasks = {
+            ids.root_episode_number(spec.episode_id) // past.group_size: spec.task
             for spec in specs
             if spec.parent_id is None and spec.fork is None
         }
         for number in lost:  # worker processes do not wait for admissions, so entries may be on disk without them
             group = number // past.group_size
-            if group in starts:
+            if group in tasks:
                 continue
             with contextlib.suppress(JournalError, TypeError):  # the episode's worker reports the damage
                 entries, _ = recorded(ids.episode_id(PREFIX["train"], number), 0)
@@ -253,8 +379,8 @@ class Dispatcher:
                 if isinstance(begin, BeginEntry):
                     task = Task(id=begin.task_id, data=begin.task)
                     if self.specs.plays(begin.environment, task):
-                        starts[group] = GroupStart(task, begin.fork)
-        return starts
+                        tasks[group] = task
+        return tasks
 
     def resume_unfinished(self) -> None:
         """Resume the episodes of a previous attempt that can continue now; called again after every step.
@@ -269,7 +395,7 @@ class Dispatcher:
                 self._to_resume.append(spec)
             else:
                 self.in_flight.add(resumable)
-                self.worker.submit(resumable, partial(self._end, resumable, None), resume=True)
+                self.worker.submit(resumable, self._root_end, resume=True)
                 if self.is_paused:
                     self.worker.park(resumable.episode_id)
         self.in_flight.unresumed = len(self._to_resume)
@@ -298,18 +424,10 @@ class Dispatcher:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
         await self.worker.cancel()
         if self.group_scoring is not None:
-            self.group_scoring.drop_held(reason, self._record_in_buffer)
-        headers = []
-        for spec in self.in_flight.clear():
-            if spec.purpose != "train":
-                continue
-            header = dropped_header(spec, reason)
-            if self.leases is not None:
-                self.leases.attempt_ended(spec.episode_id, spec.attempt, spec.fork)
-            self.reservations.cancel(spec.episode_id)
-            self._record_in_buffer(spec, header)
-            headers.append((spec, header))
-        await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
+            self.group_scoring.drop_held(reason)
+        headers = [(spec, dropped_header(spec, reason)) for spec in self.in_flight.specs() if spec.purpose == "train"]
+        await asyncio.gather(*(self.store.commit(EpisodeEnd(spec, header)) for spec, header in headers))
+        self.in_flight.clear()
 
     def drop_frozen(self) -> None:
         """Drop the ready units of frozen policies, which would be far out of date when those policies learn again, and
@@ -320,24 +438,14 @@ class Dispatcher:
         """Admit episodes, a whole group atomically, and run them: a resumed run must not take a part for the group."""
         self.store.admit(*(spec for spec, _ in starting))
         for spec, on_end in starting:
-            self._record_start(spec)
             # The journal may hold entries of a resumed parent's child even if its admission was lost with the process.
             resume = spec.parent_id in self._resumed
             if resume:
                 self._resumed.add(spec.episode_id)
-            end = self._root_end if on_end is None else partial(self._end, spec, on_end)
+            end = self._root_end if on_end is None else partial(self._end, on_end)
             self.worker.submit(spec, end, resume=resume)
             if self.is_paused:
                 self.worker.park(spec.episode_id)
-
-    def restart(self, spec: EpisodeSpec) -> None:
-        """Note that a further attempt of a running episode begins."""
-        self.store.admit(spec)
-        if self.leases is not None:
-            self.leases.attempt_ended(spec.episode_id, spec.attempt - 1)
-        self.memory.forget(spec.episode_id)
-        self._reserve(spec)
-        self.in_flight.add(spec)
 
     async def _play(
         self, specs: Sequence[EpisodeSpec], ends: Sequence[asyncio.Future[EpisodeHeader]]
@@ -353,35 +461,14 @@ class Dispatcher:
             self.in_flight.waiting = 0
         return [await end for end in ends]
 
-    def _end_root(self, header: EpisodeHeader) -> None:
-        """Receive the header of a root episode."""
-        spec = self.in_flight.get(header.episode_id)
-        if spec is None:
-            self.buffer.counts.count_superseded()
-        else:
-            self._end(spec, None, header)
-
-    def _end(self, spec: EpisodeSpec, on_end: OnEnd | None, header: EpisodeHeader) -> None:
-        """Receive the header of an episode, and hand it to the buffer and its waiters."""
-        if self.in_flight.get_attempt(spec.episode_id, header.attempt) is None:
-            self.buffer.counts.count_superseded()
-            return
-        if self.leases is not None:
-            self.leases.attempt_ended(spec.episode_id, header.attempt, spec.fork)
-        self.in_flight.remove(spec.episode_id)
-        self._resumed.discard(spec.episode_id)
-        self.reservations.cancel(spec.episode_id)
-        self.children.record_end(spec, header)
+    def _end(self, on_end: OnEnd | None, header: EpisodeHeader) -> None:
+        """Hear that the end of an episode is on disk, and tell those who wait for it."""
+        if (header.episode_id, header.attempt) not in self._unreported:
+            return  # superseded, or told twice
+        self._unreported.discard((header.episode_id, header.attempt))
+        self._resumed.discard(header.episode_id)
         self._report_drop(header)
-        if spec.purpose == "train":
-            if header.drop_reason is not None:
-                self.examples[header.drop_reason] = header.episode_id
-            if not header.committed:
-                self.memory.forget(spec.episode_id)
-            self._hold(spec, header, self._record_end)
-        elif spec.purpose == "evaluate" and spec.parent_id is not None:
-            self.evaluated.children.append(header)
-        for waiting in self.children.pop_waiting(spec.episode_id, on_end):
+        for waiting in self.children.pop_waiting(header.episode_id, on_end):
             waiting(header)
         self.changed.notify()
 
@@ -409,48 +496,11 @@ class Dispatcher:
         self._shown_failures.add(key)
         return failure
 
-    def _hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd) -> None:
-        """Record the end of a training episode, once its group is scored if a scorer scores groups."""
-        if self.group_scoring is None:
-            record(spec, header)
-        else:
-            self.group_scoring.hold(spec, header, record, running=self.buffer.running(spec.group_id))
-
-    def _record_in_buffer(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """Hand an ended training episode to the buffer."""
-        for drop in self.buffer.record_end(spec, header):
-            self.store.record(drop)
-
-    def _record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """Hand an ended training episode to the buffer, and end the run if a policy starves."""
-        self._record_in_buffer(spec, header)
-        learning = self.admission.learning()
-        self._drop_units_of_others(learning)
-        self.buffer.counts.count_end(header, header.winner)
-        why = self.admission.record_end(spec, header, learning)
-        if why is not None:
-            scoring = self.group_scoring
-            failure = (scoring and scoring.last_failure) or self.worker.last_failure
-            hint = (
-                f"; `agentrl episode show {self.run_name} {header.episode_id}` shows the last episode, and `agentrl "
-                f"run ledger {self.run_name}` counts drops"
-            )
-            last_failure = f". Last failure: {failure}" if failure else ""
-            self._is_failing = True
-            self.fail(CheckFailedError(f"{why}{hint if self.run_name else ''}{last_failure}"))
-
     def _drop_units_of_others(self, learning: Collection[str]) -> None:
         for policy in self.buffer.trainable.difference(learning) if learning else ():
             ready = self.buffer.pop_ready(policy, self.buffer.ready(policy))
-            for drop in self.buffer.drop(ready, "run_ended" if self.admission.is_over(policy) else "frozen"):
+            for drop in self.buffer.drop(ready, RUN_ENDED if self.admission.is_over(policy) else "frozen"):
                 self.store.record(drop)
-
-    def _record_start(self, spec: EpisodeSpec, members: int | None = None) -> None:
-        """Count an episode in: in the buffer, in the reservations for its children, and as running."""
-        if spec.purpose == "train":
-            self.buffer.admit(spec, members)
-        self._reserve(spec)
-        self.in_flight.add(spec)
 
     def _reserve(self, spec: EpisodeSpec) -> None:
         if spec.purpose != "train":
@@ -469,11 +519,6 @@ def _settle(future: asyncio.Future[EpisodeHeader], header: EpisodeHeader) -> Non
     """Set a future's result unless it was cancelled."""
     if not future.done():
         future.set_result(header)
-
-
-def _futures(count: int) -> list[asyncio.Future[EpisodeHeader]]:
-    loop = asyncio.get_running_loop()
-    return [loop.create_future() for _ in range(count)]
 
 
 def make_dispatcher(  # noqa: PLR0913 (one keyword per choice)

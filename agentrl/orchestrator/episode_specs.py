@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from agentrl.core import ids
 from agentrl.core.holds import AdmissionWait
-from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, Purpose, SeatBinding, Task
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Purpose, SeatBinding, Task
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
-from agentrl.journal.past_run import PastRun
 from agentrl.orchestrator.admission import AdmissionPolicy
 from agentrl.orchestrator.child_reservations import PolicyOf
 
@@ -32,10 +31,6 @@ class EpisodeNumbers:
     """Number of the next evaluation episode."""
     first_evaluated: int = 0
     """Number that an episode at place 0 of the newest evaluation has, or would have."""
-
-    def restore(self, past: PastRun) -> None:
-        """Continue after the numbers of the previous attempts of the run."""
-        self.next_training, self.next_evaluation = past.next_training, past.log.next_number(PREFIX["evaluate"])
 
     @property
     def next_group(self) -> int:
@@ -68,19 +63,19 @@ class EpisodeSpecs:
         root = self._roots.get(spec.environment) if spec.parent_id is None else None
         return root or resolve(spec.environment)
 
-    def next_group(self, start: GroupStart, waited: tuple[AdmissionWait, ...]) -> Iterator[EpisodeSpec]:
+    def next_group(self, task: Task, waited: tuple[AdmissionWait, ...]) -> Iterator[EpisodeSpec]:
         """Make the specs of the next root group; `waited` is `EpisodeSpec.waited`."""
         first = self.numbers.next_training
         self.numbers.next_training += self.numbers.group_size
-        return self.training(start, range(first, self.numbers.next_training), waited)
+        return self.training(task, range(first, self.numbers.next_training), waited)
 
     def training(
-        self, start: GroupStart, numbers: Sequence[int], waited: tuple[AdmissionWait, ...] = ()
+        self, task: Task, numbers: Sequence[int], waited: tuple[AdmissionWait, ...] = ()
     ) -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root training episodes."""
         size = self.numbers.group_size
         group = numbers[0] // size
-        return self._root(start, "train", numbers, self.group_id(group), size, self.admission.pins(group), waited)
+        return self._root(task, "train", numbers, self.group_id(group), size, self.admission.pins(group), waited)
 
     def group_id(self, group: int) -> str:
         """Return the id of a root training group."""
@@ -110,7 +105,7 @@ class EpisodeSpecs:
         return [
             replace(spec, seed=self.evaluation_seed(place))
             for place, task in zip(places, tasks, strict=True)
-            for spec in self._root(GroupStart(task), "evaluate", (first + place,), f"v{first + place}", 1, pins)
+            for spec in self._root(task, "evaluate", (first + place,), f"v{first + place}", 1, pins)
         ]
 
     def evaluation_seed(self, place: int) -> int:
@@ -124,6 +119,13 @@ class EpisodeSpecs:
             return number // self.numbers.group_size
         return number - self.numbers.first_evaluated if purpose == "evaluate" else number
 
+    def group_begun_by(self, spec: EpisodeSpec) -> int | None:
+        """Return the number of the root training group whose first admission this is; None: it is none."""
+        if spec.parent_id is not None or spec.fork is not None or spec.attempt:
+            return None
+        group, place = divmod(ids.root_episode_number(spec.episode_id), self.numbers.group_size)
+        return None if place else group
+
     def deadline(self, purpose: Purpose, episode_id: str) -> int:
         """Return the deadline of an episode that starts or is resumed now."""
         number = ids.root_episode_number(episode_id) if purpose == "train" else self.numbers.next_training
@@ -131,7 +133,7 @@ class EpisodeSpecs:
 
     def _root(
         self,
-        start: GroupStart,
+        task: Task,
         purpose: Purpose,
         numbers: Iterable[int],
         group: str,
@@ -141,7 +143,7 @@ class EpisodeSpecs:
     ) -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root episodes, which share equal parts."""
         pins = dict(pins)
-        root = root_environment_of_task(self.environment, start.task.id)
+        root = root_environment_of_task(self.environment, task.id)
         name, prefix = name_of(root), seat_prefix(self.environment, root)
         seats: dict[str, SeatBinding] = {}
         for number in numbers:
@@ -153,8 +155,7 @@ class EpisodeSpecs:
             yield EpisodeSpec(
                 episode_id=episode_id,
                 environment=name,
-                task=start.task,
-                fork=start.point,
+                task=task,
                 seed=ids.stable_hash64(self.run_seed, episode_id),
                 seats=seats,
                 group_id=group,

@@ -5,10 +5,6 @@ Invariants: no stop waits for an evaluation, and training only for permits, of w
 would begin meanwhile is skipped; its versions stay pinned until its last episode has ended; dropped episodes are
 counted, never scored as 0; an evaluation without a committed episode has no result, and the run continues.
 
-With a `Question`, an evaluation plays growing parts of the tasks, in one order for all evaluations of the run, until it
-is decided whether the version is better than the best one so far. A better version plays all tasks, since later ones
-are compared with it.
-
 What versions have played is in the journal, so a resumed run plays and counts nothing twice.
 """
 
@@ -19,48 +15,40 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.betting import VERDICTS, anytime_interval, budget_share, decide
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EVALUATION_CUT, CheckFailedError
+from agentrl.core.errors import EVALUATION_CUT, CheckFailedError, EngineError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task, WeightsRef
+from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.environment.environment import TaskSource
 from agentrl.environment.task_contents import task_digest
-from agentrl.journal.port import MetricRow
+from agentrl.journal.port import Admission, EpisodeEnd, EvaluationBegun, EvaluationEnded, MetricRow
 from agentrl.journal.run_log import RunJournal
 from agentrl.observe.metrics import (
     HELD_OUT_CUTS,
     HELD_OUT_FOREIGN_CALLS,
+    HELD_OUT_TOOLS_HIDDEN,
     PROGRAM_FAILED,
     TASK_DIGEST,
-    VERDICT,
-    VERDICT_ERROR,
+    TOOLS_HIDDEN,
     count_foreign_calls,
     find_registered_metric,
     metrics_owner,
     with_unset_metrics,
 )
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
+from agentrl.orchestrator.episode_specs import PREFIX
 from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
 
 _HOLDER = "evaluation"
 """Holder that pins the versions of the running evaluation in `ServedVersions`."""
-FIRST_LOOK = 16
-"""Number of tasks after which an evaluation with a question is first judged."""
-LOOK_GROWTH = 1.5
-"""Growth of the number of tasks from one look to the next. The tasks of one look are played at once, so a small growth
-leaves the engine idle between looks, and a large one plays tasks that the answer does not need."""
-MISSED = 0.05
-"""Probability with which `not better` is wrong. It is no part of the run's budget: the version stays unchosen, and a
-later one can still be chosen."""
 
 
 class HeldOutSplit(NamedTuple):
@@ -83,40 +71,6 @@ def held_out_digest(held_out: Sequence[HeldOutSplit]) -> int:
     return int.from_bytes(blake2b(b"\n".join(digests), digest_size=6).digest())
 
 
-class Question(NamedTuple):
-    """The question of an evaluation that ends when it is answered: is a version better than the best one so far?"""
-
-    margin: float
-    """Difference in mean reward by which it must be better."""
-    bounds: tuple[float, float] | None
-    """Smallest and largest reward of a task; None: 0 and 1, as long as no reward is outside."""
-
-    @property
-    def reward_bounds(self) -> tuple[float, float]:
-        """The bounds in force."""
-        return self.bounds or (0.0, 1.0)
-
-
-class IntervalRule(NamedTuple):
-    """How wide the intervals of an evaluation's rewards are."""
-
-    bounds: tuple[float, float] = (0.0, 1.0)
-    error: float | None = None
-    """Probability with which an interval that holds at any time may be wrong, half of it on either side; None: the 95 %
-    interval of a fixed number of tasks."""
-
-    def half_width(self, values: Sequence[float], bounds: tuple[float, float]) -> float:
-        """Return half the width of a mean's interval; the larger half if the mean is not in the middle. Values outside
-        the bounds, such as the rewards of a policy that is in no question, have the interval of a fixed number."""
-        if self.error is None or not all(bounds[0] <= value <= bounds[1] for value in values):
-            return confidence_half_width(values)
-        interval, mean = anytime_interval(values, bounds, (self.error / 2, self.error / 2)), _mean(values)
-        return max(interval.high - mean, mean - interval.low)
-
-
-FIXED_SIZE = IntervalRule()
-
-
 @dataclass(slots=True, eq=False)
 class PlayedTasks:
     """The held-out episodes that some versions have played so far."""
@@ -129,82 +83,11 @@ class PlayedTasks:
     environments: dict[str, str] = field(default_factory=dict)
     """Environments of the committed episodes, by id."""
 
-    def add(self, places: Sequence[int], headers: Sequence[EpisodeHeader]) -> None:
-        """Add the root episodes at some places, and their children behind them."""
-        self.roots |= dict(zip(places, headers[: len(places)], strict=True))
-        self.children += headers[len(places) :]
-
-
-def _digest(task: Task) -> bytes:
-    name = f"held-out task {task.id} ".encode("utf-8", "surrogatepass")
-    return blake2b(name + task_digest(task), digest_size=16).digest()
-
-
-class TaskOrder:
-    """The order in which an evaluation plays its tasks; each task has `attempts` places in a row.
-
-    Args:
-        held_out: the splits.
-        attempts: number of root episodes per task.
-        is_mixed: whether tasks are ordered by a digest of their ids and data, so that runs with different seeds, and
-            with other tasks beside these, play the same ones first; else one split follows another.
-    """
-
-    def __init__(self, held_out: Sequence[HeldOutSplit], attempts: int, *, is_mixed: bool) -> None:
-        self.held_out = held_out
-        self.attempts = attempts
-        self._tasks = [(at, index) for at, split in enumerate(held_out) for index in range(len(split.tasks))]
-        if is_mixed:
-            self._tasks.sort(key=lambda place: _digest(held_out[place[0]].tasks[place[1]]))
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def task(self, number: int) -> Task:
-        """Return the task with a number in the order."""
-        split, index = self._tasks[number]
-        return self.held_out[split].tasks[index]
-
-    def missing(self, played: PlayedTasks, stop: int) -> list[int]:
-        """Return the places of the first `stop` tasks that were not played yet."""
-        return [place for place in range(stop * self.attempts) if place not in played.roots]
-
-    def tasks_at(self, places: Iterable[int]) -> list[Task]:
-        """Return the tasks at some places."""
-        return [self.task(place // self.attempts) for place in places]
-
-    def in_order(self, played: PlayedTasks) -> tuple[list[EpisodeHeader], list[HeldOutSplit]]:
-        """Return headers as `evaluation_metrics` expects them, and the splits with the tasks that were played."""
-        tasks: list[list[Task]] = [[] for _ in self.held_out]
-        roots: dict[str, EpisodeHeader] = {}
-        for number in self._numbers(played):
-            split, index = self._tasks[number]
-            tasks[split].append(self.held_out[split].tasks[index])
-            for place in range(number * self.attempts, (number + 1) * self.attempts):
-                roots[played.roots[place].episode_id] = played.roots[place]
-        children = [child for child in played.children if ids.root_episode_id(child.episode_id) in roots]
-        splits = [split._replace(tasks=part) for split, part in zip(self.held_out, tasks, strict=True)]
-        return [*roots.values(), *children], splits
-
-    def rewards(self, played: PlayedTasks, policy: str | None, stop: int | None = None) -> dict[int, float]:
-        """Return a policy's rewards of the first `stop` tasks, or of all that were played, by their numbers in the
-        order; tasks without a committed episode are absent. Without a policy, they are of all policies together."""
-        tasks = zip(self._numbers(played), _by_task(self.in_order(played)[0], self.attempts), strict=True)
-        return {
-            number: reward
-            for number, task in tasks
-            if (stop is None or number < stop) and (reward := _task_reward(task, policy)) is not None
-        }
-
-    def _numbers(self, played: PlayedTasks) -> list[int]:
-        """Return the numbers in the order of the tasks that were played, task by task of each split."""
-        counts = Counter(place // self.attempts for place in played.roots)
-        numbers = (number for number, count in counts.items() if count == self.attempts)
-        return sorted(numbers, key=self._tasks.__getitem__)
-
-
-Ended = tuple[EpisodeSpec, EpisodeHeader, Mapping[str, PolicyVersion]]
-"""An episode that has ended, with the versions that sampled it."""
+    @property
+    def headers(self) -> list[EpisodeHeader]:
+        """The headers as `evaluation_metrics` expects them."""
+        roots = {self.roots[place].episode_id: self.roots[place] for place in sorted(self.roots)}
+        return [*roots.values(), *(one for one in self.children if ids.root_episode_id(one.episode_id) in roots)]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -213,8 +96,6 @@ class Evaluator:
 
     held_out: Sequence[HeldOutSplit]
     attempts: int = 1
-    question: Question | None = None
-    """What ends an evaluation; None: all tasks are played."""
     dispatcher: Dispatcher
     versions: ServedVersions
     store: RunJournal
@@ -224,42 +105,29 @@ class Evaluator:
     clock: Clock
     tell: Callable[[str], None]
     """Receives a line for the user."""
+    lineage: int = 0
+    """Lineage of the versions that this process makes."""
     rewards_since: int = 0
     """First lineage whose episodes were played by the present code and settings; earlier ones are played again."""
-    questions_left: Callable[[PolicyVersion], int] = lambda version: 1
-    """Returns the number of evaluations that are planned, with that of a version."""
     _busy: bool = False
     _waiting: dict[str, WeightsRef] = field(default_factory=dict)
     """Pinned version of each policy that waits for the others to reach its step."""
     _newest_steps: dict[str, int] = field(default_factory=dict)
     """Newest step of each policy at which an evaluation was due."""
     _task_digest: int = field(init=False)
-    _order: TaskOrder = field(init=False)
-    _played: dict[tuple[str, ...], PlayedTasks] = field(default_factory=dict)
-    """What the best versions and the evaluated ones have played, keyed by their weights."""
+    _places: Sequence[Task] = field(init=False)
+    """Task of each root episode of an evaluation: the attempts at one task are neighbors."""
     _metric_names: dict[str, dict[str, None]] = field(default_factory=dict)
     """Names of the metrics that each environment has set in any evaluation, in order."""
-    _fixed_size: bool = False
-    """Whether a reward was outside its bounds, so that questions have no answers."""
 
     def __post_init__(self) -> None:
         self._task_digest = held_out_digest(self.held_out)
-        self._order = TaskOrder(self.held_out, self.attempts, is_mixed=self.question is not None)
+        self._places = [task for split in self.held_out for task in split.tasks for _ in range(self.attempts)]
 
     @property
     def tasks(self) -> int:
         """Number of tasks in an evaluation."""
-        return len(self._order)
-
-    def restore(self, versions: Mapping[str, PolicyVersion]) -> None:
-        """Take over what the versions with which this process begins, and the best ones if a question compares with
-        them, have played in earlier processes of the run, and the errors of its verdicts. Unfinished episodes were
-        dropped, and are played again."""
-        self._read_played(versions, {} if self.question is None else self.best.measured.versions)
-        rows = self.store.metric_rows(self.best.policy, VERDICT_ERROR)
-        if rows and rows[-1][0] == versions[self.best.policy].step and self._is_unrecorded(versions):
-            rows = rows[:-1]  # the same question is asked again, about the same episodes
-        self.best.restore_spent([value for _, value in rows])
+        return len(self._places) // self.attempts
 
     async def in_background(
         self, policy: str, policies: Iterable[str], training: Collection[str], should_stop: Callable[[], bool]
@@ -299,9 +167,12 @@ class Evaluator:
 
     async def beside_training(self, policies: Iterable[str], should_stop: Callable[[], bool]) -> None:
         """Evaluate the versions that wait, and the current ones of other policies, while training continues."""
-        self._busy = True
         weights = {name: self._waiting.get(name) or self.versions.current[name] for name in policies}
         self._waiting.clear()
+        await self._beside_training(weights, should_stop)
+
+    async def _beside_training(self, weights: Mapping[str, WeightsRef], should_stop: Callable[[], bool]) -> None:
+        self._busy = True
         versions = {name: each.version for name, each in weights.items()}
         self._newest_steps |= {name: version.step for name, version in versions.items()}
         for each in weights.values():
@@ -324,7 +195,7 @@ class Evaluator:
             await self.changed.wait_for(lambda: running.done() or should_stop())
             if not running.done():
                 return
-            played, rule, answer = running.result()
+            number, played = running.result()
         finally:
             running.cancel()
         seconds = max(self.clock.monotonic() - began, 1e-9)
@@ -334,124 +205,73 @@ class Evaluator:
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }
-        headers, splits = self._order.in_order(played)
-        if self.question is not None:
-            course["evaluation/played"] = float(sum(len(split.tasks) for split in splits))
+        headers = played.headers
+        self.store.record(EvaluationEnded(number))
         try:
             metrics = {
                 policy: evaluation_metrics(
-                    *(headers, policy, self.attempts, splits), self._metrics_of(policy, played), rule
+                    *(headers, policy, self.attempts, self.held_out), self._metrics_of(policy, played)
                 )
                 | course
-                | (answer if policy == self.best.policy else {})
                 for policy in versions
             }
         except CheckFailedError as error:
             first = next(header for header in headers if not header.committed)
             show = f"`agentrl episode show {self.dispatcher.run_name} {first.episode_id}` has the details"
-            self.tell(f"{error}; {show}. The evaluation of {', '.join(map(str, versions.values()))} has no result")
+            self.tell(f"{error}; {show}. The evaluation of {_names(versions)} has no result")
             return
         for policy, version in versions.items():
             self.store.record(MetricRow(policy, version.step, metrics[policy]))
             self.best.record_metrics(policy, metrics[policy], versions)
-        if self.question is not None:
-            best = self._weights(self.best.measured.versions)
-            self._played = {weights: each for weights, each in self._played.items() if weights == best}
         self.observer.on_evaluation(versions, metrics)
 
-    def was_cut(self, versions: Mapping[str, PolicyVersion], *, is_due: bool) -> bool:
-        """Whether an earlier process of the run ended before a checkpoint recorded the result of these versions, and
-        results choose the best version.
+    def unfinished(self, versions: Mapping[str, PolicyVersion], *, is_due: bool) -> dict[str, WeightsRef] | None:
+        """Return the versions of the evaluation that this process of the run takes up; None: there is none.
 
         Args:
             versions: the versions with which this process begins.
-            is_due: whether they are evaluated at their step; otherwise only an evaluation that began counts. After a
-                change of the rewards, that is so at every step.
+            is_due: whether they are evaluated at their step.
         """
-        if not self.best.metric.startswith("evaluation/"):
-            return False
-        measured = self.best.measured
-        return not self._is_measured(versions) if is_due and measured.newest else self._is_unrecorded(versions)
+        begun, lines = self._begun(), self.dispatcher.lines
+        ended = {self._weights(each.versions) for _, each, is_ended in begun if is_ended}
+        current, now = self._weights(versions), {name: self.versions.current[name] for name in versions}
+        *_, newest = versions, *(each.versions for _, each, _ in begun)
+        if self._weights(newest) not in ended | {current}:
+            weights = {name: self.store.published(version) for name, version in newest.items()}
+            known = {name: each for name, each in weights.items() if each is not None}
+            if known.keys() == versions.keys() and all(lines.survives(newest[name], versions[name]) for name in known):
+                return known
+            self.tell(f"the evaluation of {_names(newest)} is given up: its versions are no longer those of the run")
+        # The result may be newer than the checkpoint, which has the best versions; it is computed again, not played.
+        is_lost = self.best.metric.startswith("evaluation/") and current in ended and not self._is_measured(versions)
+        was_begun = any(self._weights(each.versions) == current for _, each, _ in begun)
+        return now if is_lost or ((is_due or was_begun) and current not in ended) else None
+
+    async def take_up(self, weights: Mapping[str, WeightsRef], should_stop: Callable[[], bool]) -> None:
+        """Play the rest of an evaluation that an earlier process of the run began."""
+        try:
+            await self._beside_training(weights, should_stop)
+        except EngineError as error:
+            self._busy = False
+            names = ", ".join(str(each.version) for each in weights.values())
+            self.tell(f"the evaluation of {names} is given up: {error}")
 
     # --- playing ----------------------------------------------------------------------------------------------------
 
     async def _play(
         self, versions: Mapping[str, PolicyVersion], pins: Mapping[str, PolicyVersion]
-    ) -> tuple[PlayedTasks, IntervalRule, dict[str, float]]:
-        """Play the tasks, or as many as the question needs; returns what was played, how intervals are computed, and
-        the metrics of the answer."""
-        if self.question is None:
-            played = self._played.pop(self._weights(versions), PlayedTasks())
-            await self._play_until(played, self.tasks, versions, pins)
-            return played, FIXED_SIZE, {}
-        best_versions = self.best.measured.versions
-        played = self._played.setdefault(self._weights(versions), PlayedTasks())
-        best = self._played.setdefault(self._weights(best_versions), PlayedTasks()) if best_versions else None
-        error = budget_share(self.best.measured.spent, self.questions_left(versions[self.best.policy]))
-        answer: dict[str, float] = {}
-        if best is None or best is played:  # no question: the first version is what later ones are compared with
-            await self._play_until(played, self.tasks if best is None else 1, versions, pins)
-        else:
-            answer = await self._compare(self.question, (played, versions, pins), (best, best_versions), error)
-        if self._is_bounded(played):
-            return played, IntervalRule(self.question.reward_bounds, error), answer
-        await self._play_until(played, self.tasks, versions, pins)
-        return played, FIXED_SIZE, {}
-
-    async def _compare(
-        self,
-        question: Question,
-        new: tuple[PlayedTasks, Mapping[str, PolicyVersion], Mapping[str, PolicyVersion]],
-        old: tuple[PlayedTasks, Mapping[str, PolicyVersion]],
-        error: float,
-    ) -> dict[str, float]:
-        """Play growing parts of the tasks with new versions until they are shown to be better than the best ones by
-        more than the margin, or not better; returns the metrics of the answer.
-
-        Args:
-            question: has the margin and the bounds.
-            new: what the new versions have played, their ids, and their pins.
-            old: what the best versions have played, and their ids.
-            error: probability with which `better` may be wrong.
-        """
-        (played, versions, pins), (best, best_versions) = new, old
-        low, high = question.reward_bounds
-        for stop in looks(self.tasks):
-            await self._play_until(played, stop, versions, pins)
-            if not (self._is_bounded(played) and self._is_bounded(best)):
-                break
-            before, now = (self._order.rewards(each, self.best.policy, stop) for each in (best, played))
-            differences = [now[task] - before[task] for task in now.keys() & before.keys()]
-            verdict = decide(differences, question.margin, high - low, (error, MISSED))
-            if verdict == "better":  # later versions are compared with it, when the engine may not serve it any more
-                await self._play_until(played, self.tasks, versions, pins)
-            if verdict != "undecided":
-                break
-        if not (self._is_bounded(played) and self._is_bounded(best)):
-            return {}
-        interval = anytime_interval(differences, (low - high, high - low), (error, MISSED))
-        return {
-            VERDICT: float(VERDICTS.index(verdict) - 1),
-            "evaluation/margin": question.margin,
-            VERDICT_ERROR: error,
-            "evaluation/difference": _mean(differences) if differences else 0.0,
-            "evaluation/difference_low": interval.low,
-            "evaluation/difference_high": interval.high,
-            "evaluation/difference_tasks": float(len(differences)),
-            "evaluation/best_step": float(best_versions[self.best.policy].step),
-        }
-
-    async def _play_until(
-        self, played: PlayedTasks, stop: int, versions: Mapping[str, PolicyVersion], pins: Mapping[str, PolicyVersion]
-    ) -> None:
-        """Play the unplayed tasks among the first `stop`."""
-        places = self._order.missing(played, stop)
-        if not places:
-            return
-        played.add(places, await self.dispatcher.evaluate(self._order.tasks_at(places), pins, places))
-        played.environments |= self.dispatcher.evaluated.environments
-        for policy in versions:
-            played.metrics.setdefault(policy, {}).update(self.dispatcher.evaluated.metrics(policy, versions))
+    ) -> tuple[int, PlayedTasks]:
+        """Play the tasks that the run has not played with these versions; returns the evaluation's newest `first`."""
+        first, played = self._read_played(versions)
+        has_result = any(header.committed for header in played.roots.values())  # otherwise it is repeated
+        places = [place for place in range(len(self._places)) if not (has_result and place in played.roots)]
+        if places:
+            first = self.dispatcher.specs.numbers.next_evaluation - places[0]
+            self.store.record(EvaluationBegun(first, self.lineage, dict(versions), self._task_digest))
+            await self.dispatcher.evaluate([self._places[place] for place in places], pins, places)
+            await self.store.flush()
+            return self._read_played(versions)
+        return first, played
 
     def _metrics_of(self, policy: str, played: PlayedTasks) -> Mapping[str, Mapping[str, float]]:
         """Return a policy's values of `ctx.metric` by episode id, with 0 for each metric that it did not set."""
@@ -459,137 +279,64 @@ class Evaluator:
 
     # --- what was played --------------------------------------------------------------------------------------------
 
-    def _is_bounded(self, played: PlayedTasks) -> bool:
-        """Whether all rewards are within their bounds, so that an answer can be given; says so if one is not."""
-        if self.question is None or self._fixed_size:
-            return False
-        low, high = self.question.reward_bounds
-        for number, reward in self._order.rewards(played, self.best.policy).items():
-            if not low <= reward <= high:
-                task = f"held-out task {self._order.task(number).id!r} got {reward:g}"
-                self.tell(
-                    f"evaluation.stop = 'decided' needs rewards between known bounds, and {task}, outside "
-                    + (f"evaluation.bounds = [{low:g}, {high:g}]" if self.question.bounds else "[0, 1]")
-                    + f": evaluations play all {self.tasks} tasks, and their intervals are of a fixed size. Set "
-                    "evaluation.bounds to the smallest and the largest reward of a task"
-                )
-                self._fixed_size = True
-                return False
-        return True
-
     def _weights(self, versions: Mapping[str, PolicyVersion]) -> tuple[str, ...]:
         """Identify the weights of versions; see `_weights_of`."""
-        parents = self.store.parents()
-        return tuple(self._weights_of(version, parents) for _, version in sorted(versions.items()))
+        return tuple(self._weights_of(version) for _, version in sorted(versions.items()))
 
-    def _weights_of(self, version: PolicyVersion, parents: Mapping[tuple[str, int], PolicyVersion]) -> str:
+    def _weights_of(self, version: PolicyVersion) -> str:
         """Identify the weights of a version, also under the other id that they have after a resume."""
-        version = version.first_with_weights(parents)
-        weights = self.versions.find(version) or self.store.published(version, outside=True)
+        version = self.dispatcher.lines.weights(version)
+        weights = self.store.published(version, outside=True)
         # with the step: two steps may publish equal changes of different weights
         return f"{version.policy} {version.step} {version.lineage if weights is None else weights.sha256}"
-
-    def _is_unrecorded(self, versions: Mapping[str, PolicyVersion]) -> bool:
-        """Whether versions have played held-out tasks, and no checkpoint has the result."""
-        played = self._played.get(self._weights(versions))
-        return played is not None and bool(played.roots) and not self._is_measured(versions)
 
     def _is_measured(self, versions: Mapping[str, PolicyVersion]) -> bool:
         return self._weights(versions) in map(self._weights, self.best.measured.measured_versions)
 
-    def _read_played(self, *evaluated: Mapping[str, PolicyVersion]) -> None:
-        parents, weights_by_version = self.store.parents(), dict[PolicyVersion, str]()
-        evaluated = tuple(filter(None, evaluated))
-        records = [self._played.setdefault(self._weights(versions), PlayedTasks()) for versions in evaluated]
-        requested = [{name: self._weights_of(one, parents) for name, one in versions.items()} for versions in evaluated]
-        places = {self.dispatcher.specs.evaluation_seed(place): place for place in range(self.tasks * self.attempts)}
-        recorded: list[Ended] = [
-            (spec, header, _sampled_by(spec, header)) for spec, header in self.store.ended_evaluations()
+    def _begun(self) -> list[tuple[int, EvaluationBegun, bool]]:
+        """Return the evaluations of the present tasks that the present code and settings began; see
+        `RunLog.evaluations`."""
+        return [
+            (number, each, is_ended)
+            for number, each, is_ended in self.store.evaluations()
+            if each.tasks == self._task_digest and each.lineage >= self.rewards_since
         ]
-        cut_specs = [spec for spec, header, _ in recorded if header.drop_reason == EVALUATION_CUT]
-        cut_specs += self.store.unfinished("evaluate")
-        # An episode counts once all its children have ended, which its parent need not wait for.
-        cut = {ids.root_episode_id(spec.episode_id) for spec in cut_specs}
-        roots = [
-            (spec, header, sampled_by, place, ids.root_episode_number(spec.episode_id) - place)
-            for spec, header, sampled_by in recorded
-            if spec.parent_id is None and (place := places.get(spec.seed)) is not None
-        ]
-        # Of a dropped episode without pins, only the episodes of the same evaluation tell the versions.
-        versions_by_evaluation = {first: sampled_by for _, _, sampled_by, _, first in reversed(roots) if sampled_by}
-        record_of: dict[str, PlayedTasks] = {}
-        for spec, header, sampled_by, place, first in roots:
-            versions = sampled_by or versions_by_evaluation.get(first, {})
-            if (
-                spec.episode_id in cut
-                or not self._has_present_rewards(versions)
-                or task_digest(spec.task) != task_digest(self._order.task(place // self.attempts))
-            ):
-                continue
-            for version in versions.values():
-                if version not in weights_by_version:
-                    weights_by_version[version] = self._weights_of(version, parents)
-            weights = {name: weights_by_version[version] for name, version in versions.items()}
-            for record, evaluated_weights in zip(records, requested, strict=True):
-                policies = weights.keys() & evaluated_weights.keys()
-                if (
-                    policies
-                    and all(weights[name] == evaluated_weights[name] for name in policies)
-                    and (place not in record.roots or (header.committed and not record.roots[place].committed))
-                ):
-                    record.roots[place] = header
-                    record_of[spec.episode_id] = record
-        for record in records:
-            if not any(header.committed for header in record.roots.values()):
-                record.roots.clear()  # an evaluation without a result is repeated
-        for spec, header, _ in recorded:
-            root = ids.root_episode_id(spec.episode_id)
-            if spec.parent_id is not None and root in record_of:
-                record_of[root].children.append(header)
-                record_of[spec.episode_id] = record_of[root]
-        self._read_metrics(recorded, record_of, evaluated[0] if evaluated else ())
 
-    def _read_metrics(
-        self, recorded: Sequence[Ended], record_of: Mapping[str, PlayedTasks], policies: Collection[str]
-    ) -> None:
-        """Read the values of `ctx.metric` of the episodes in `record_of`, and the names that any have set."""
-        environments = {
-            spec.episode_id: spec.environment
-            for spec, header, sampled_by in recorded
-            if header.committed and self._has_present_rewards(sampled_by)
-        }
-        metrics = self.store.episode_metrics(environments)
-        with_unset_metrics(metrics, environments, self._metric_names)
-        for spec, header, _ in recorded:
-            episode_id, acted = spec.episode_id, {each.policy for each in header.trajectories}
-            if episode_id in record_of and (owner := metrics_owner(policies, acted)) is not None:
-                record = record_of[episode_id]
-                record.environments[episode_id] = spec.environment
-                record.metrics.setdefault(owner, {})[episode_id] = metrics.get(episode_id, {})
-
-    def _has_present_rewards(self, sampled_by: Mapping[str, PolicyVersion]) -> bool:
-        """Whether the present code and settings gave the rewards of an episode that these versions sampled."""
-        return max((version.lineage for version in sampled_by.values()), default=0) >= self.rewards_since
+    def _read_played(self, versions: Mapping[str, PolicyVersion]) -> tuple[int, PlayedTasks]:
+        """Return what the run has played with some versions, and the `first` of their newest evaluation. Unfinished
+        episodes were dropped, and are played again."""
+        played, weights, begun = PlayedTasks(), self._weights(versions), self._begun()
+        own = [(number, each) for number, each, _ in begun if self._weights(each.versions) == weights]
+        if not own:
+            return -1, played
+        since = own[0][0] if self._metric_names else begun[0][0]
+        log = list(self.store.history("evaluate", since))
+        ends = {each.spec.episode_id: each for each in log if isinstance(each, EpisodeEnd)}
+        cut = {each.spec.episode_id for each in log if isinstance(each, Admission)}.difference(
+            name for name, end in ends.items() if end.header.drop_reason != EVALUATION_CUT
+        )
+        cut = set(map(ids.root_episode_id, cut))  # an episode counts once all its children have ended
+        seeds = list(map(self.dispatcher.specs.evaluation_seed, range(len(self._places))))
+        for first in (each.first for _, each in own):
+            for place in range(len(self._places)):
+                end = ends.get(ids.episode_id(PREFIX["evaluate"], first + place))
+                before = played.roots.get(place)
+                # The rest of an evaluation has numbers of its own for its places alone.
+                is_own = end is not None and end.spec.episode_id not in cut and end.spec.seed == seeds[place]
+                if end is not None and is_own and (before is None or not before.committed):
+                    played.roots[place] = end.header
+        played.children = [end.header for end in ends.values() if end.spec.parent_id is not None]
+        for name, end in ends.items():
+            owner = metrics_owner(versions, end.counted)
+            if end.header.committed and owner is not None:
+                played.environments[name] = end.spec.environment
+                played.metrics.setdefault(owner, {})[name] = end.counted[owner].metrics
+                with_unset_metrics({name: end.counted[owner].metrics}, played.environments, self._metric_names)
+        return own[-1][1].first, played
 
 
-def _sampled_by(spec: EpisodeSpec, header: EpisodeHeader) -> Mapping[str, PolicyVersion]:
-    """Return the versions that sampled an episode, by policy; those it was pinned to also if it was dropped."""
-    sampled = {each.policy: PolicyVersion(each.policy, each.lineage, each.oldest_step) for each in header.trajectories}
-    return sampled | dict(spec.pins)
-
-
-def looks(tasks: int) -> Iterator[int]:
-    """Yield the numbers of tasks after which an evaluation with a question is judged.
-
-    Example:
-        >>> list(looks(100))
-        [16, 24, 36, 54, 81, 100]
-    """
-    size = FIRST_LOOK
-    while size < tasks:
-        yield size
-        size = math.ceil(size * LOOK_GROWTH)
-    yield tasks
+def _names(versions: Mapping[str, PolicyVersion]) -> str:
+    return ", ".join(map(str, versions.values()))
 
 
 def evaluation_metrics(
@@ -598,7 +345,6 @@ def evaluation_metrics(
     attempts: int = 1,
     held_out: Sequence[HeldOutSplit] = (),
     metrics_by_episode: Mapping[str, Mapping[str, float]] | None = None,
-    rule: IntervalRule = FIXED_SIZE,
 ) -> dict[str, float]:
     """Compute the metrics of an evaluation for one policy: its rewards, and statistics of the whole evaluation.
 
@@ -609,12 +355,11 @@ def evaluation_metrics(
         attempts: number of root episodes per task.
         held_out: the splits; if there are several, each also has its own metrics.
         metrics_by_episode: values of `ctx.metric` by episode id, of the episodes whose metrics this policy reports.
-        rule: how wide the intervals of rewards and of pass@k are.
 
     Raises:
         CheckFailedError: no episode was committed.
     """
-    metrics = _rewards(headers, policy, attempts, rule) | _environment_metrics(
+    metrics = _rewards(headers, policy, attempts) | _environment_metrics(
         _by_task(headers, attempts), metrics_by_episode or {}
     )
     if len(held_out) > 1:
@@ -622,7 +367,7 @@ def evaluation_metrics(
         for split in held_out:
             split_results = by_task[first : first + len(split.tasks)]
             first += len(split.tasks)
-            for name, value in _estimates(split_results, policy, rule).items():
+            for name, value in _estimates(split_results, policy).items():
                 group, _, name_in_group = name.partition("/")
                 metric_kind, _, word = name_in_group.partition("/")
                 metrics["/".join(filter(None, (f"{group}/split_{metric_kind}", split.name, word)))] = value
@@ -631,7 +376,7 @@ def evaluation_metrics(
     policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
     for name in policies:
         policy_part = f"/{name}" if len(policies) > 1 else ""
-        for metric, value in _rewards(headers, name, attempts, rule).items():
+        for metric, value in _rewards(headers, name, attempts).items():
             if not metric.startswith(("evaluation/reward_error", "evaluation/pass_at")):
                 metrics.setdefault(metric.replace("reward", f"reward{policy_part}", 1), value)
     return metrics | _course(headers, metrics_by_episode or {})
@@ -684,7 +429,7 @@ def _is_solved(header: EpisodeHeader, policy: str | None) -> bool:
     return bool(rewards) and min(rewards) >= 1.0
 
 
-def _estimates(tasks: Sequence[_TaskResult], policy: str | None, rule: IntervalRule) -> dict[str, float]:
+def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, float]:
     """Estimate mean reward and pass@k over tasks, with half the widths of their 95 % intervals.
 
     Attempts at one task are not independent, so the intervals are over tasks.
@@ -696,7 +441,7 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None, rule: IntervalR
     means = [reward for task in tasks if (reward := _task_reward(task, policy)) is not None]
     if not means:
         return {}
-    metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": rule.half_width(means, rule.bounds)}
+    metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": confidence_half_width(means)}
     outcomes_by_task = [
         [_is_solved(header, policy) for header in task.roots if _reward_of(header, policy) is not None]
         for task in tasks
@@ -710,7 +455,7 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None, rule: IntervalR
         ]
         metrics |= {
             f"evaluation/pass_at/{k}": _mean(pass_rates),
-            f"evaluation/pass_at_error/{k}": rule.half_width(pass_rates, (0.0, 1.0)),
+            f"evaluation/pass_at_error/{k}": confidence_half_width(pass_rates),
         }
     return metrics
 
@@ -735,12 +480,10 @@ def _environment_metrics(
     return metrics
 
 
-def _rewards(
-    headers: Sequence[EpisodeHeader], policy: str | None, attempts: int, rule: IntervalRule
-) -> dict[str, float]:
+def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int) -> dict[str, float]:
     """Compute the estimates and, for one policy, their parts: by seat if it has several, by reward name, and the
     standard deviation over episodes. Empty if the policy did not act."""
-    metrics = _estimates(_by_task(headers, attempts), policy, rule)
+    metrics = _estimates(_by_task(headers, attempts), policy)
     if policy is None or not metrics:
         return metrics
     trajectories_by_episode = [[t for t in header.trajectories if t.policy == policy] for header in headers]
@@ -773,6 +516,7 @@ def _course(
         )
     main_metrics = [metrics_by_episode.get(header.episode_id, {}) for header in main_headers]
     num_failed = sum(bool(metrics.get(PROGRAM_FAILED)) for metrics in main_metrics)
+    num_hidden = sum(bool(metrics.get(TOOLS_HIDDEN)) for metrics in main_metrics)
     foreign_calls = sum((Counter(count_foreign_calls(metrics)) for metrics in main_metrics), Counter[str]())
     return {
         "evaluation/turns": _mean([float(header.turns) for header in main_headers]),
@@ -782,6 +526,7 @@ def _course(
         **{f"{HELD_OUT_CUTS}{reason}": float(number) for reason, number in cuts.items()},
         "evaluation/dropped": float(len(dropped_headers)),
         **({"evaluation/failed": float(num_failed)} if num_failed else {}),
+        **({HELD_OUT_TOOLS_HIDDEN: num_hidden / len(main_headers)} if num_hidden else {}),
         **{f"{HELD_OUT_FOREIGN_CALLS}{form}": count / len(main_headers) for form, count in foreign_calls.items()},
     }
 

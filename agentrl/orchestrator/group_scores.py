@@ -5,10 +5,10 @@ and seat, with the members' conversations from the journal. The scores are journ
 enter the buffer, with rewards that include them. Until then they count as in flight.
 
 Invariants:
-1. No member is credited before the scores of its group are on disk. After a kill, recorded scores are used again, and
+1. No member is credited before the scores of its group are recorded. After a kill, recorded scores are used again, and
    missing ones are asked for again.
 2. A failed scorer gives no reward: all members are dropped as `scorer_failed`.
-3. A member that `ctx.roulette` stopped is not scored, and the score of one that survived has its weight.
+
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EpisodeError, ScorerFailedError
+from agentrl.core.errors import RUN_ENDED, SCORER_FAILED, VERSION_GONE, EpisodeError
 from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
@@ -36,19 +35,21 @@ from agentrl.core.records import (
 from agentrl.journal.entries import TurnEntry, add_group_scores
 from agentrl.journal.port import UnitDropped
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.rollout.branching import recorded_roulette_weight
-from agentrl.rollout.turn.sampler import call_priority
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message, ended_by_text
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Scorer
-    from agentrl.core.records import Message, PolicyVersion
+    from agentrl.core.records import Message
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.past_run import PastRun
     from agentrl.journal.run_log import RunJournal
 
 RecordEnd = Callable[[EpisodeSpec, EpisodeHeader], None]
 """Receives the end of a member, with its final header."""
+
+
+_DROPS_OF_GROUPS = (SCORER_FAILED, VERSION_GONE, RUN_ENDED)
+"""Drop reasons of whole groups that wait for scores."""
 
 
 class HeldEnd(NamedTuple):
@@ -78,10 +79,6 @@ class GroupScoring:
     """Callback that ends the run."""
     on_release: Callable[[], None]
     """Callback after the members of a group have been recorded."""
-    on_scores: Callable[[str, GroupScores], None]
-    """Callback for new scores of the conversations of a policy."""
-    on_spent: Callable[[str, int, int], None]
-    """Callback for the requests and tokens of a scorer, failed requests included."""
     activity: ActivityClock
     """Counts the members that wait for the scores of their group as episodes in flight."""
     known: dict[str, list[GroupScores]] = field(default_factory=dict)
@@ -89,24 +86,19 @@ class GroupScoring:
     last_failure: str = ""
     """Detail of the last failed scorer, for people."""
     _held: dict[str, list[HeldEnd]] = field(default_factory=dict)
+    _complete: set[str] = field(default_factory=set)
+    """Held groups whose members have all ended."""
+    past: PastRun | None = None
+    """What the journal knows of scores, while the records of earlier processes are applied."""
     _closed: bool = False
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Requests in progress, keyed by group."""
-
-    def restore(self, past: PastRun) -> None:
-        """Take over the recorded scores of groups that are scored no second time."""
-        self.known = {group: list(scores) for group, scores in past.group_scores.items()}
 
     def waiting(self) -> Iterator[str]:
         """Yield the ids of the episodes that wait for scores."""
         for held in self._held.values():
             for end in held:
                 yield end.spec.episode_id
-
-    def pins(self) -> Iterator[PolicyVersion]:
-        """Yield the versions to which episodes that wait for scores are pinned: some of them judge."""
-        for held in self._held.values():
-            yield from held[0].spec.pins.values()
 
     def hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd, *, running: int) -> None:
         """Hold an ended member until its group is complete and scored; then call `record`.
@@ -119,22 +111,51 @@ class GroupScoring:
         """
         held = self._held.setdefault(spec.group_id, [])
         held.append(HeldEnd(spec, header, record))
-        if len(held) < running:
-            return
-        known = {scores.scorer for scores in self.known.get(spec.group_id, ())}
-        if known >= self.scorers.keys() or not any(self._roles(held).values()):
-            self._release(spec.group_id)
-            return
-        task = asyncio.get_running_loop().create_task(self._score_counted(spec.group_id, held))
-        self._tasks[spec.group_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(spec.group_id, None))
+        if len(held) == running:
+            self._complete.add(spec.group_id)
+            self._release_or_ask(spec.group_id)
 
-    def drop_held(self, reason: str, record: RecordEnd) -> None:
-        """Drop all held members at the end of a run, and cancel their requests; `record` receives the members."""
-        self.close()
+    def _release_or_ask(self, group_id: str) -> None:
+        """Release a complete group whose scores are known; else ask its scorers."""
+        held, known = self._held[group_id], self.known.get(group_id, ())
+        is_known = {scores.scorer for scores in known} >= self.scorers.keys()
+        if self.past is not None and (recorded := self.past.num_scores[group_id]):
+            is_known = len(known) == recorded  # by the scorers of that process
+        elif self.past is not None and group_id not in self.past.open_groups:
+            units = [(agent.policy, end.spec.episode_id) for end in held for agent in end.header.trajectories]
+            is_known = not any(self.past.fates.get(unit) in _DROPS_OF_GROUPS for unit in units)
+        if is_known or not any(self._roles(held).values()):
+            self._release(group_id)
+        elif self.past is None and group_id not in self._tasks:
+            task = asyncio.get_running_loop().create_task(self._score_counted(group_id, held))
+            self._tasks[group_id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(group_id, None))
+
+    def end_past(self) -> None:
+        """Ask for the scores that earlier processes of the run did not record."""
+        self.past = None
+        for group_id in self._complete & self._held.keys():
+            self._release_or_ask(group_id)
+
+    def apply_scores(self, scores: GroupScores) -> None:
+        """Take recorded scores, and release their group with the last of them."""
+        self.known.setdefault(scores.group_id, []).append(scores)
+        if scores.group_id in self._complete:
+            self._release_or_ask(scores.group_id)
+
+    def apply_drop(self, episode_id: str, reason: str) -> None:
+        """Drop the group of a held member, whose unit was recorded as dropped."""
         for group_id, held in list(self._held.items()):
-            self._held[group_id] = [end._replace(record=record) for end in held]
-            self._drop(group_id, reason)
+            if any(end.spec.episode_id == episode_id for end in held):
+                self._drop(group_id, reason)
+
+    def drop_held(self, reason: str) -> None:
+        """Drop all held members at the end of a run, and cancel their requests."""
+        self.close()
+        for group_id in list(self._held):
+            self._record_drop(group_id, reason)
+            if group_id in self._held:  # each of its members was dropped before
+                self._drop(group_id, reason)
 
     def close(self) -> None:
         """Cancel the requests in progress, at the end of the run. Idempotent."""
@@ -147,14 +168,11 @@ class GroupScoring:
             await self._score(group_id, held)
 
     async def _score(self, group_id: str, held: Sequence[HeldEnd]) -> None:
-        recorded = self.known.setdefault(group_id, [])
-        missing = self.scorers.keys() - {scores.scorer for scores in recorded}
+        missing = self.scorers.keys() - {scores.scorer for scores in self.known.get(group_id, ())}
         try:
+            await self.store.flush()  # the members' entries are read
             members = [end for end in held if end.header.committed]
             entries = await self.store.read_attempts([(end.spec, end.header.attempt) for end in members])
-            member_weights = {
-                end.spec.episode_id: recorded_roulette_weight(own) for end, own in zip(members, entries, strict=True)
-            }
             roles = self._roles(held)
             conversations_of = {
                 end.spec.episode_id: conversations(own, end.spec, self.scored, self.chat_format_of)
@@ -162,25 +180,17 @@ class GroupScoring:
             }
             async with asyncio.TaskGroup() as group:
                 asking = [
-                    group.create_task(
-                        self._ask(self.scorers[name], group_id, held, roles, conversations_of, member_weights)
-                    )
+                    group.create_task(self._ask(self.scorers[name], group_id, held, roles, conversations_of))
                     for name in sorted(missing)
                 ]
             new = [task.result() for task in asking]
-            self.store.record(*new)
-            await self.store.flush()
         except BaseExceptionGroup as errors:
             self._end_without(group_id, errors.exceptions[0])
             return
         except Exception as error:  # noqa: BLE001 - a task that ended silently would hold its group forever
             self._end_without(group_id, error)
             return
-        recorded.extend(new)
-        for scores in new:
-            for policy in {policy for policy, _ in roles}:
-                self.on_scores(policy, scores)
-        self._release(group_id)
+        self.store.record(*new)
 
     def _end_without(self, group_id: str, error: BaseException) -> None:
         """Drop a group whose scorer failed; any other error ends the run."""
@@ -188,7 +198,7 @@ class GroupScoring:
             return
         if isinstance(error, EpisodeError):
             self.last_failure = str(error)
-            self._drop(group_id, error.reason)
+            self._record_drop(group_id, error.reason)
         else:
             self.fail(error)
 
@@ -199,18 +209,12 @@ class GroupScoring:
         held: Sequence[HeldEnd],
         roles: Mapping[tuple[str, str], Sequence[tuple[str, int]]],
         conversations_of: Mapping[str, Mapping[tuple[str, int], Scored]],
-        member_weights: Mapping[str, float],
     ) -> GroupScores:
         """Ask a scorer for the scores of a group, one request per policy and seat."""
         started = self.clock.monotonic()
-        priority = min(call_priority(end.spec, end.header.tokens) for end in held)
         found: list[MemberScore] = []
         answers = []
-        for (policy, seat), all_agents in roles.items():
-            agents = [agent for agent in all_agents if member_weights[agent[0]]]
-            found += [MemberScore(name, seat, at, None, 0.0) for name, at in all_agents if (name, at) not in agents]
-            if not agents:
-                continue
+        for (policy, seat), agents in roles.items():
             members = tuple(conversations_of[episode][seat, index] for episode, index in agents)
             call_id = f"{group_id}?{scorer.name}"
             request = ScoreRequest(
@@ -218,33 +222,21 @@ class GroupScoring:
                 where=f"group {group_id}, score of {scorer.name} for {policy} in seat {seat}",
                 seed=ids.stable_hash64(self.run_seed, call_id, policy, seat),
                 scored=members[0],
-                priority=priority,
-                pins=held[0].spec.pins,
                 group=members,
             )
-            try:
-                answer = await scorer.score(request)
-            except ScorerFailedError as error:
-                self.on_spent(scorer.name, error.requests, 0)
-                raise
-            self.on_spent(scorer.name, answer.requests, answer.tokens)
+            answer = await scorer.score(request)
             answers.append(answer)
             found += [
-                MemberScore(episode, seat, index, value, member_weights[episode])
-                for (episode, index), value in zip(agents, answer.values, strict=True)
+                MemberScore(episode, seat, index, value)
+                for (episode, index), value in zip(agents, answer.value, strict=True)
             ]
-        spreads = [answer.spread for answer in answers if answer.spread is not None]
         return GroupScores(
             group_id,
             scorer.name,
             None if scorer.credit == "note" else self.weights.get(scorer.name, 1.0),
             tuple(found),
             " || ".join(answer.note for answer in answers if answer.note),
-            fmean(spreads) if spreads else None,
-            min((answer.judged_by for answer in answers if answer.judged_by is not None), default=None),
-            sum(answer.tokens for answer in answers),
-            sum(answer.requests for answer in answers),
-            self.clock.monotonic() - started,
+            seconds=self.clock.monotonic() - started,
         )
 
     def _roles(self, held: Sequence[HeldEnd]) -> dict[tuple[str, str], list[tuple[str, int]]]:
@@ -258,22 +250,26 @@ class GroupScoring:
 
     def _release(self, group_id: str) -> None:
         scores = self.known.pop(group_id, [])
+        self._complete.discard(group_id)
         for end in self._held.pop(group_id):
-            end.record(end.spec, add_group_scores(end.header, scores, self.weights))
+            end.record(end.spec, add_group_scores(end.header, scores))
         self.on_release()
 
-    def _drop(self, group_id: str, reason: str) -> None:
-        """Drop all members of a group, on disk too; those without a score would be trained otherwise."""
-        held = self._held.pop(group_id)
-        self.known.pop(group_id, None)
+    def _record_drop(self, group_id: str, reason: str) -> None:
+        """Record that all units of a group are dropped; those without a score would be trained otherwise."""
         units = [
             (end.spec.episode_id, end.header.attempt, policy)
-            for end in held
+            for end in self._held[group_id]
             for policy in sorted({agent.policy for agent in end.header.trajectories} & set(self.scored))
         ]
         self.store.record(
             *[UnitDropped(episode_id=name, attempt=at, policy=policy, reason=reason) for name, at, policy in units]
         )
+
+    def _drop(self, group_id: str, reason: str) -> None:
+        held = self._held.pop(group_id)
+        self._complete.discard(group_id)
+        self.known.pop(group_id, None)
         for end in held:
             end.record(end.spec, dropped_header(end.spec, reason) if end.header.committed else end.header)
         self.on_release()

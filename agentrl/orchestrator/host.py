@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from agentrl.core import ids
-from agentrl.core.ports import PolicyCounts, SpawnedGroup
 from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
@@ -19,10 +18,8 @@ from agentrl.core.records import (
     Task,
 )
 from agentrl.environment.registry import resolve
-from agentrl.observe.metrics import find_registered_metric
 from agentrl.orchestrator.child_episodes import OnEnd
 from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.score_limits import ScoreLimits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +27,6 @@ class DispatchingHost:
     """The `EpisodeHost` of a dispatcher's episodes."""
 
     dispatcher: Dispatcher
-    score_limits: ScoreLimits | None = None
-    """What scorers may spend; None: no limit."""
 
     def spawn(
         self,
@@ -40,8 +35,8 @@ class DispatchingHost:
         tasks: Sequence[Task],
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
-        known: Sequence[str] = (),
-    ) -> SpawnedGroup:
+        known: Sequence[str],
+    ) -> Sequence[str]:
         """Start child episodes of a running one; children of an admitted parent are always admitted."""
         child, specs, children = resolve(environment), self.dispatcher.specs, self.dispatcher.children
         group = specs.group_of(parent.purpose, parent.episode_id)
@@ -71,7 +66,7 @@ class DispatchingHost:
             ).pinned(parent.pins)
             starting.append((spec, partial(on_end, index)))
         self.dispatcher.start(starting)
-        return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
+        return episode_ids
 
     async def branch(
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
@@ -99,10 +94,7 @@ class DispatchingHost:
                     fork=replace(point, branch=number),
                 )
                 specs.append(spec.pinned({**main.pins, **pins}))
-                if leases is not None:
-                    leases.add(main.episode_id, main.attempt, episode_id)
-        if not point.probe:
-            dispatcher.reservations.hand_over_branches(main.episode_id, count, point.call_id)
+        dispatcher.reservations.hand_over_branches(main.episode_id, count, point.call_id)
         dispatcher.start([(spec, None) for spec in specs])
         return pins
 
@@ -112,30 +104,11 @@ class DispatchingHost:
         made_by = (spec.episode_id, spec.attempt, call_id)
         proposal = Proposal(memory.next_number, *made_by, spec.environment, key, structure)
         known = memory.recall(proposal)
-        if spec.purpose == "train" and memory.remember(proposal):
+        if spec.purpose == "train" and not memory.knows(proposal):
             self.dispatcher.store.record(proposal)
             self.dispatcher.buffer.counts.count_proposal(is_repeated=known.times > 0)
         return known
 
     def readmit(self, spec: EpisodeSpec) -> None:
         """Note that a further attempt of a running episode begins."""
-        self.dispatcher.restart(spec)
-
-    def record_episode_metrics(
-        self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
-    ) -> None:
-        """Keep the metrics of a committed episode: of a training episode until its steps, of an evaluated one for its
-        evaluation."""
-        dispatcher = self.dispatcher
-        if self.score_limits is not None:
-            self.score_limits.add(counted.values())
-        if spec.purpose == "train":
-            dispatcher.buffer.counts.count_committed(counted)
-            dispatcher.buffer.hold_metrics(header.episode_id, counted, dispatcher.admission.learning())
-            metrics = {name for counts in counted.values() for name, value in counts.metrics.items() if value}
-            built_in = filter(find_registered_metric, metrics)
-            dispatcher.examples |= dict.fromkeys([*built_in, header.stop_reason or ""], header.episode_id)
-        elif spec.purpose == "evaluate":
-            dispatcher.evaluated.counts[header.episode_id] = counted
-            dispatcher.evaluated.environments[header.episode_id] = spec.environment
-            dispatcher.examples.setdefault(header.stop_reason or "", header.episode_id)
+        self.dispatcher.store.admit(spec)

@@ -64,7 +64,7 @@ class EpisodesInFlight:
 
     def pinned(self) -> Collection[PolicyVersion]:
         """Return the versions to which training episodes in flight are pinned, those that wait for scores included."""
-        return self._pins.keys() if self._group_scoring is None else {*self._pins, *self._group_scoring.pins()}
+        return self._pins.keys()
 
     def add(self, spec: EpisodeSpec) -> None:
         """Note that an episode runs with this spec, which replaces that of an earlier attempt."""
@@ -89,10 +89,12 @@ class EpisodesInFlight:
             if not self._pins[pin]:
                 del self._pins[pin]
 
-    def clear(self) -> list[EpisodeSpec]:
-        """Return the specs of all running episodes, and forget them."""
-        specs = list(self._specs.values())
+    def specs(self) -> list[EpisodeSpec]:
+        """Return the specs of all running episodes."""
+        return list(self._specs.values())
+
+    def clear(self) -> None:
+        """Forget all running episodes."""
         self._specs.clear()
         self._purposes.clear()
         self._pins.clear()
-        return specs

@@ -33,11 +33,11 @@ from functools import partial
 from itertools import chain
 
 from agentrl.core.clock import Clock
-from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
-from agentrl.core.holds import SET_LIMIT, AdmissionWait, Hold, HoldKind, InFlightLimit
+from agentrl.core.errors import RUN_ENDED, CheckFailedError, NonFiniteError, UntrainableUnitsError
+from agentrl.core.holds import SET_LIMIT, AdmissionWait, HoldKind, InFlightLimit
 from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Observer, Trainer
-from agentrl.core.records import GroupStart, PolicyVersion, StepReport, TrainBatch, WeightsRef
+from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, WeightsRef
 from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
@@ -50,9 +50,7 @@ from agentrl.observe.bottleneck import (
     BottleneckWatch,
     commonest_error,
     failing_calls,
-    winning_replies,
 )
-from agentrl.observe.pace import NO_LIMIT
 from agentrl.observe.run_state import DRAINING, EVALUATING, PAUSED, TRAINING, RunSnapshot
 from agentrl.orchestrator.admission_limit import LOOK_S, AdmissionController
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
@@ -186,8 +184,6 @@ class Orchestrator:
     """Who paused the run; empty: it is not paused."""
     drained_by: str = ""
     """Who asked the run to drain; empty: it does not drain."""
-    next_start: GroupStart | None = None
-    """Start of the next root group, once its task is drawn; None before."""
     _is_over: bool = False
     """Whether every policy had taken its last step."""
     _checkpoint_steps: Mapping[str, int] = field(default_factory=dict)
@@ -201,7 +197,6 @@ class Orchestrator:
 
     def __post_init__(self) -> None:
         self.activity = self.dispatcher.in_flight.activity
-        self.evaluator.questions_left = self._evaluations_left
         if self.admission is not None:
             self.scheduler.limit(self.admission.limit, self.admission.reason)
         for policy, controller in self.staleness.items():
@@ -217,7 +212,6 @@ class Orchestrator:
             buffer=self.buffer,
             board=self.board,
             clock=self.clock,
-            max_lag={policy: self.scheduler.max_lag(policy) for policy in self.board.trainable},
         )
 
     # --- from outside -----------------------------------------------------------------------------------------------
@@ -275,7 +269,7 @@ class Orchestrator:
             self.paused_by, self.scheduler.is_paused = "", False
             self._bottleneck.start()
             for controller in self.staleness.values():
-                controller.restart()
+                controller.leave_out_step()
             self.dispatcher.unpause()
             self.changed.notify()
 
@@ -291,13 +285,11 @@ class Orchestrator:
         plan: TrainingLoopSettings,
         *,
         max_in_flight: int,
-        max_in_flight_per_task: int,
         admission: AdmissionController | None,
         steps: Mapping[str, int],
     ) -> None:
         """Take other settings from now on."""
         self.plan, self.admission = plan, admission
-        self.scheduler.max_in_flight_per_task = max_in_flight_per_task
         self.scheduler.end_after(steps)
         self.limit(max_in_flight, SET_LIMIT if admission is None else admission.reason)
 
@@ -328,10 +320,8 @@ class Orchestrator:
             trained=ledger.trained,
             dropped=dict(ledger.dropped),
             bottleneck="" if bottleneck is None else bottleneck.line,
-            blocked=self._bottleneck.blocked(),
             raised=commonest_error(totals),
             failing=failing_calls(totals),
-            winning_replies=winning_replies(totals),
             examples=dict(self.dispatcher.examples),
             pace=self._pace() if is_training else "",
         )
@@ -377,7 +367,7 @@ class Orchestrator:
                 waits.append(f"{owner} waits for its phase")
             elif not self.scheduler.phases.is_over(policy):
                 waits.append(f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} are in whole groups")
-        hold = self.why_not()
+        hold = self.scheduler.why_not()
         waits.append("new episodes start" if hold is None else f"sampling waits {hold.text}")
         return tuple(waits)
 
@@ -386,8 +376,6 @@ class Orchestrator:
     async def _main(self) -> None:
         self._phase = EVALUATING[0]
         await self.retention.keep_for(self.checkpoints, self.board)
-        if self.evaluator.tasks:
-            self.evaluator.restore(self._versions())
         is_at_start = max(map(self.board.step, self.board.trainable), default=0) == 0
         if self.evaluator.tasks and is_at_start:
             await self.evaluator.now(self._versions(), self._is_stopping)
@@ -416,7 +404,7 @@ class Orchestrator:
         else:
             if unfinished := self.buffer.ledger.in_flight:
                 self.say(f"{plural(unfinished, 'episode')} in flight at the end: dropped (run_ended)")
-            await self.dispatcher.end_running("run_ended")
+            await self.dispatcher.end_running(RUN_ENDED)
             self._drop_ready()
         self._phase = "writing the last checkpoint"
         await self._checkpoint()
@@ -430,19 +418,15 @@ class Orchestrator:
             raise self.stopping.failed_check
 
     async def _admit_groups(self) -> None:
-        """Draw the task of each root group once the other rules let the group start, keep it until the rules about
-        tasks do so too, and start the group."""
+        """Draw the task of each root group once the rules let the group start, and start it."""
         waits = dict[HoldKind, AdmissionWait]()  # how long the next group waited for each rule
         while not self._finished():
-            hold = self.why_not()
-            if hold is None and self.next_start is None:
-                self.next_start = self.curriculum.start(self.dispatcher.next_group)
-                hold = self.why_not()
-            if hold is None and self.next_start is not None:
-                self.dispatcher.admit_group(self.next_start, tuple(waits.values()))
-                self.next_start = None
+            hold = self.scheduler.why_not()
+            if hold is None:
+                task = self.curriculum.task(self.dispatcher.next_group)
+                self.dispatcher.admit_group(task, tuple(waits.values()))
                 waits.clear()
-            elif hold is not None:
+            else:
                 since = self.clock.monotonic() - (waits[hold.kind].seconds if hold.kind in waits else 0.0)
                 with self.activity.during(hold.kind):
                     await self.changed.wait_for(partial(self._is_held_otherwise, hold.kind))
@@ -453,15 +437,8 @@ class Orchestrator:
 
     def _is_held_otherwise(self, kind: HoldKind) -> bool:
         """Whether the next root group may start, or another rule than `kind` holds it back."""
-        hold = self.why_not()
-        return hold is None or hold.kind != kind or self._finished()
-
-    def why_not(self) -> Hold | None:
-        """Return what holds the next root group back; None if nothing does, as far as its task is drawn."""
         hold = self.scheduler.why_not()
-        if hold is None and self.next_start is not None:
-            return self.scheduler.why_not_task(self.next_start.task)
-        return hold
+        return hold is None or hold.kind != kind or self._finished()
 
     async def _adjust_limit(self) -> None:
         """Let more or fewer episodes run at once, as the engine keeps up with them."""
@@ -479,7 +456,7 @@ class Orchestrator:
             if num_evaluated < total:
                 admission.restart()
                 continue
-            hold, in_flight = self.why_not(), self.buffer.ledger.in_flight
+            hold, in_flight = self.scheduler.why_not(), self.buffer.ledger.in_flight
             is_held = hold is not None and hold.kind == "max_in_flight"
             totals = self.dispatcher.worker.activity()
             admission.places = self.versions.engine.capabilities.places
@@ -497,27 +474,23 @@ class Orchestrator:
             step = self.board.step(policy)
             self.dispatcher.drop_frozen()
             self.dispatcher.resume_unfinished()
-            is_full = await self.journal_retention.check_step(self._steps_left())
-            if (is_full or _is_due(step, self.plan.checkpoint_every)) and not self.scheduler.phases.is_over(policy):
+            if _is_due(step, self.plan.checkpoint_every) and not self.scheduler.phases.is_over(policy):
                 await self._checkpoint()
-                if is_full:
-                    await self.journal_retention.check_pruned()
             evaluates = self.evaluator.tasks and _is_due(step, self.plan.evaluate_every)
             phases = self.scheduler.phases
             if evaluates and not phases.is_over(policy) and not self._finished():
                 self._evaluate(policy, loops)
 
     def _resume_evaluations(self, loops: asyncio.TaskGroup) -> None:
-        """Repeat the evaluation that the previous process did not finish. Begin those that it had not begun
-        because one policy was ahead of the others."""
+        """Take up the evaluation that the previous process did not finish. Begin those that it had not begun because
+        one policy was ahead of the others."""
         versions, training = self._versions(), self._in_training()
         due = [policy for policy, version in versions.items() if _is_due(version.step, self.plan.evaluate_every)]
-        if self.evaluator.was_cut(versions, is_due=len(due) == len(versions)):
-            evaluation = self.evaluator.beside_training(self.board.trainable, self._is_stopping)
-            loops.create_task(evaluation, name="evaluate again")
+        if (unfinished := self.evaluator.unfinished(versions, is_due=len(due) == len(versions))) is not None:
+            loops.create_task(self.evaluator.take_up(unfinished, self._is_stopping), name="evaluate again")
             return
         for policy in due:
-            if policy in training and any(versions[other].step < versions[policy].step for other in training):
+            if policy in training and any(self.board.step(other) < self.board.step(policy) for other in training):
                 self._evaluate(policy, loops)
 
     def _in_training(self) -> set[str]:
@@ -525,12 +498,6 @@ class Orchestrator:
         phases = self.scheduler.phases
         frozen_policies = phases.frozen()
         return {name for name in self.board.trainable if not phases.is_over(name) and name not in frozen_policies}
-
-    def _evaluations_left(self, version: PolicyVersion) -> int:
-        """Return the number of evaluations from that of a version to the last one."""
-        left = self.scheduler.phases.steps[version.policy] - version.step
-        every = self.plan.evaluate_every
-        return 1 + (-(-max(left, 0) // every) if every else 0)
 
     def _evaluate(self, policy: str, loops: asyncio.TaskGroup) -> None:
         """Evaluate the current version of a policy beside training, once the others that train are as far."""
@@ -559,7 +526,7 @@ class Orchestrator:
         """Return the units of a step, with advantages of an estimator over the step if the run uses one."""
         if self.roles is not None:
             samples = [(ready.environment, ready.unit, ready.trajectories) for ready in ready_units]
-            units = self.roles.credited(policy, self.board.step(policy) + 1, samples)
+            units = self.roles.credited(self.board.next_version(policy), samples, self.board.lines)
         elif self.step_advantages is not None:
             units = self.step_advantages.credited(policy, [(ready.environment, ready.unit) for ready in ready_units])
         else:
@@ -584,8 +551,9 @@ class Orchestrator:
             policy=policy,
             units=tuple(ready.unit for ready in ready_units),
             normalizer=self._normalizer(policy, ready_units),
+            lines=self.board.lines,
         )
-        waited_s, began = self._metrics.before_step(policy), self.clock.monotonic()
+        waited_s = self._metrics.before_step(policy)
         self._open_steps[policy] = batch.step_id
         try:
             report = await self._train_on(batch)
@@ -605,12 +573,9 @@ class Orchestrator:
         # Consume only now: it frees capacity for episodes, which should begin with the new version.
         self.buffer.consume(ready_units)
         metrics = self._metrics.of_step(report, ready_units, waited_s)
-        self.scheduler.record_step(policy, metrics["step/seconds"])
-        if weights.changed_numbers is not None:
-            metrics["changed_numbers"] = weights.changed_numbers
         if self.admission is not None:
             metrics["episodes/limit"] = float(self.admission.limit)
-        metrics |= self._adjust_staleness(policy, self.clock.monotonic() - began)
+        metrics |= self._adjust_staleness(policy, metrics["step/seconds"])
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         measured_versions = self.best.sampled_by(self.board, (ready.sampled_by for ready in ready_units))
         self.board.advance(version)
@@ -621,9 +586,8 @@ class Orchestrator:
         await self.retention.prune(weights, self._needed_versions())
         return True
 
-    def _adjust_staleness(self, policy: str, step_s: float) -> Mapping[str, float]:
-        """Let the episodes of a policy run further ahead of its steps, or less far, if the run chooses the bound;
-        returns the metrics of the choice."""
+    def _adjust_staleness(self, policy: str, seconds: float) -> Mapping[str, float]:
+        """Time a step of a policy, if the run chooses its bound on staleness; returns the metrics of the choice."""
         controller = self.staleness.get(policy)
         if controller is None:
             return {}
@@ -631,18 +595,7 @@ class Orchestrator:
         num_ended, total = evaluated.progress()
         is_disturbed = num_ended < total or evaluated.number != self._last_evaluation.get(policy, 0)
         self._last_evaluation[policy] = evaluated.number
-        if is_disturbed or self.scheduler.phases.frozen():
-            controller.leave_out_step()
-            return controller.metrics()
-        is_chosen = controller.step_ended(
-            self.clock.monotonic(),
-            self.dispatcher.worker.activity(),
-            step_s,
-            places=self.versions.engine.capabilities.places,
-            # an automatic limit follows the episodes that the bound lets run
-            max_in_flight=self.scheduler.max_in_flight if self.admission is None else NO_LIMIT,
-        )
-        if is_chosen:
+        if not is_disturbed and not self.scheduler.phases.frozen() and controller.step_ended(seconds):
             self.scheduler.bound(policy, controller.bound)
             self.say(f"policy {policy}: {controller.reason}")
         return controller.metrics()
@@ -698,6 +651,7 @@ class Orchestrator:
 
     async def _train_on(self, batch: TrainBatch) -> StepReport:
         with self.activity.during("training"):
+            await self.store.flush()  # the trainer reads the entries of the episodes from disk
             await self.trainer.forward_backward(batch)
             return await self.trainer.optim_step(batch.policy, batch.step_id)
 
@@ -719,7 +673,6 @@ class Orchestrator:
                 await self.checkpoints.write(
                     self.trainer,
                     versions,
-                    self.buffer.ledger,
                     self.roles,
                     measured,
                     self.opponents.drawn_from(),
@@ -742,11 +695,8 @@ class Orchestrator:
         opponents. Adapters are durable once published."""
         opponents = chain.from_iterable(pool.served for pool in self.opponents.pools.values())
         versions = {*self.best.needed(self.board), *opponents}
-        known_weights = (self.versions.find(version) or self.store.published(version) for version in versions)
+        known_weights = map(self.store.published, versions)
         return [weights for weights in known_weights if weights is not None]
-
-    def _steps_left(self) -> int:
-        return sum(map(self.scheduler.phases.left, self.board.trainable))
 
     def _is_stopping(self) -> bool:
         return self.stopping.is_requested
@@ -761,17 +711,17 @@ class Orchestrator:
         return self.stopping.is_requested or self.ended_early is not None or self._is_over
 
     async def _drain(self) -> None:
-        try:
+        """Let training episodes end for a while, then cut all. Held-out episodes are not waited for."""
+        with contextlib.suppress(TimeoutError):
             drain_s = 0.0 if self.paused_by else min(DRAIN_S, self.plan.stop_seconds / 2)  # parked episodes do not end
             async with asyncio.timeout_at(self.stopping.requested_at + drain_s):
-                await self.dispatcher.worker.drain()
-        except TimeoutError:
-            await self.dispatcher.worker.cancel()
+                await self.changed.wait_for(lambda: not self.dispatcher.in_flight.count("train"))
+        await self.dispatcher.worker.cancel()
 
     def _drop_ready(self) -> None:
         for policy in self.board.trainable:
             leftover: list[ReadyUnit] = self.buffer.pop_ready(policy, self.buffer.ready(policy))
-            for drop in self.buffer.drop(leftover, "run_ended"):
+            for drop in self.buffer.drop(leftover, RUN_ENDED):
                 self.store.record(drop)
 
 

@@ -11,8 +11,7 @@ from typing import Literal
 
 from agentrl.core.errors import VERSION_GONE
 from agentrl.core.ids import random_stream
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, GameTally, PolicyVersion, WeightsRef
-from agentrl.journal.past_run import PastRun
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, GameTally, Lines, PolicyVersion, WeightsRef
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.orchestrator.versions import ServedVersions
 
@@ -83,9 +82,9 @@ class OpponentPool:
         newest = self.served[-self.size :]
         return [version for version in newest if version not in self.lost] or newest
 
-    def is_due(self, version: PolicyVersion) -> bool:
+    def is_due(self, version: PolicyVersion, lines: Lines) -> bool:
         """Whether a version that became current should join; it joins after its step if the pool was full then."""
-        return version.step - version.step % self.every > self.served[-1].step and len(self.served) <= self.size
+        return lines.age(self.served[-1], version) > version.step % self.every and len(self.served) <= self.size
 
     def count(self, header: EpisodeHeader) -> GameResult | None:
         """Count a committed episode; returns its result if it was played against a version of this pool."""
@@ -110,12 +109,7 @@ class OpponentPools:
     pinned: Callable[[], Collection[PolicyVersion]]
     """Returns the versions to which episodes in flight are pinned."""
     counts: EpisodeTotals
-
-    def restore(self, past: PastRun) -> None:
-        """Count the results of the committed episodes against past versions."""
-        for header in past.headers_against(self.pools):
-            for pool in self.pools.values():
-                pool.count(header)
+    lines: Lines
 
     def pins(self, group: int) -> dict[str, PolicyVersion]:
         """Return the version of each pool for a root group: its members are compared, so they meet the same
@@ -123,26 +117,25 @@ class OpponentPools:
         """
         return {name: pool.draw(self.run_seed, group) for name, pool in self.pools.items()}
 
-    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec:
-        """Return the spec with which an episode of a previous attempt continues: with the newest opponent if its own is
-        gone."""
+    def repinned(self, spec: EpisodeSpec) -> EpisodeSpec | None:
+        """Return an episode's spec with the newest opponent, if its own is gone; None if it is not."""
         gone = {
             name: pool.served[-1]
             for name, pool in self.pools.items()
             if name in spec.pins and spec.pins[name] not in pool.served
         }
-        return spec.pinned({**spec.pins, **gone}) if gone else spec
+        return spec.pinned({**spec.pins, **gone}) if gone else None
 
     async def add_version(self, weights: WeightsRef) -> None:
         """Add a version that became current to the pools that it should join, and keep it served."""
         for pool in self.pools.values():
-            if pool.of == weights.version.policy and pool.is_due(weights.version):
+            if pool.of == weights.version.policy and pool.is_due(weights.version, self.lines):
                 await self.versions.pin(pool.holder, weights)
                 pool.served.append(weights.version)
-        self._unpin_unneeded()
+        self.unpin_unneeded()
 
     def record_result(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """Count the result of a training episode and unpin versions without remaining episodes."""
+        """Count the result of a training episode."""
         seated = {binding.policy for binding in spec.seats.values()}
         for name, pool in self.pools.items():
             if header.drop_reason == VERSION_GONE and name in seated & spec.pins.keys():
@@ -150,14 +143,13 @@ class OpponentPools:
             result = pool.count(header) if header.committed else None
             if result is not None:
                 self.counts.count_game(name, result.score)
-        self._unpin_unneeded()
 
     def drawn_from(self) -> dict[str, Sequence[PolicyVersion]]:
         """Return the versions from which opponents are drawn, by pool. Checkpoints store them, because they depend on
         stragglers."""
         return {name: pool.drawn_from() for name, pool in self.pools.items()}
 
-    def _unpin_unneeded(self) -> None:
+    def unpin_unneeded(self) -> None:
         """Unpin versions that have left their pool, once no episode in flight is pinned to them."""
         for pool in self.pools.values():
             if len(pool.served) > pool.size and pool.served[0] not in self.pinned():

@@ -3,8 +3,7 @@
 `BoundedStaleness` limits the outstanding units of a policy, `FreezeSchedule` decides which policies learn now,
 `StarvationGuard` detects a policy that gets no units to train on. `Scheduler` combines them;
 `SynchronousBatchScheduler` is the scheduler of a deterministic run. Scheduling never depends on the content of
-episodes. `why_not` says what holds the next root group back, whatever its task; `why_not_task` has the rules that look
-at the task, which is drawn in between.
+episodes. `why_not` says what holds the next root group back, whatever its task, which is drawn afterwards.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl.core import ids
 from agentrl.core.holds import SET_LIMIT, Hold, InFlightLimit
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Task
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.child_reservations import ChildUnitReservations
 from agentrl.orchestrator.episode_specs import EpisodeNumbers
 from agentrl.orchestrator.in_flight import EpisodesInFlight
-from agentrl.orchestrator.last_steps import LastSteps
 from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
 from agentrl.orchestrator.opponents import OpponentPools
 from agentrl.orchestrator.tasks import VisibleRange
@@ -34,7 +32,7 @@ from agentrl.orchestrator.versions import PolicyBoard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedStaleness:
-    """Bounds the mean lag of one policy's units, and the largest lag if `max_lag` is set.
+    """Bounds the mean lag of one policy's units.
 
     Capacity rule: outstanding units (started or reserved, neither trained nor dropped) are at most (1 + S) · step_size.
     With full steps that is AReaL's bound on all that was ever admitted, (n + 1 + S) · step_size after n steps
@@ -47,32 +45,18 @@ class BoundedStaleness:
     of the count, up to half a step: they would otherwise keep out the work that fills the engine. The mean lag is then
     at most S + 1/2.
 
-    Window rule, if `max_lag` = L is set: outstanding units, late ones too, and those trained since the oldest of them
-    began are together at most (1 + L) · step_size. Whatever overtakes a unit is trained after it began, and the unit
-    itself is outstanding: fewer than (1 + L) · step_size others, L full steps, overtake it, so its lag is at most L. A
-    step with too few units is taken only when nothing runs, and leaves nothing behind.
-
     Example:
-        >>> bounded = BoundedStaleness(max_staleness=1, step_size=64, max_lag=2)
-        >>> bounded.capacity(outstanding=64), bounded.window(outstanding=64, overtaken=128)
-        (64, 0)
+        >>> BoundedStaleness(max_staleness=1, step_size=64).capacity(outstanding=96)
+        32
     """
 
     max_staleness: int
     step_size: int
-    max_lag: int | None = None
 
     def capacity(self, *, outstanding: int, late: int = 0) -> int:
         """Return the number of units that may still be admitted; `late` of the outstanding ones belong to groups
         already released."""
         return (1 + self.max_staleness) * self.step_size - outstanding + min(late, self.step_size // 2)
-
-    def window(self, *, outstanding: int, overtaken: int) -> float:
-        """Return the number of units that `max_lag` still admits; `overtaken` units were trained since the oldest
-        outstanding one began."""
-        if self.max_lag is None:
-            return float("inf")
-        return (1 + self.max_lag) * self.step_size - outstanding - overtaken
 
 
 class FreezePhase(NamedTuple):
@@ -160,8 +144,6 @@ class Scheduler:
         reservations: units that children of running episodes will still contribute.
         opponents: the opponent pools.
         max_in_flight: maximum number of episodes running at once.
-        max_in_flight_per_task: the same for training episodes of one task, children not counted; 0: no limit.
-        last_steps: decides whether groups start that no step needs.
     """
 
     def __init__(  # noqa: PLR0913 (one keyword per part)
@@ -177,8 +159,6 @@ class Scheduler:
         staleness: Mapping[str, BoundedStaleness],
         phases: FreezeSchedule,
         max_in_flight: int,
-        max_in_flight_per_task: int = 0,
-        last_steps: LastSteps | None = None,
     ) -> None:
         demand = demands[0]
         self._demands, self._numbers, self._in_flight = demands, numbers, in_flight
@@ -186,13 +166,10 @@ class Scheduler:
         self._reservations = reservations
         self._opponents = opponents
         self._starvation = StarvationGuard(demand.episodes)
-        self._last_steps = LastSteps(False) if last_steps is None else last_steps
         self._board = board
         self._bounds = dict(staleness)
         self.phases = phases
         self._max_in_flight, self._limit_reason = max_in_flight, SET_LIMIT
-        self.max_in_flight_per_task = max_in_flight_per_task
-        """Maximum number of training episodes of one task running at once; 0: no limit."""
         shares = [units / staleness[policy].step_size for policy, units in demand.units.items()]
         self._roots_per_step = max(int(demand.episodes / max(shares, default=1.0)), 1)
         """Number of root episodes per step of the policy that steps most often."""
@@ -215,36 +192,18 @@ class Scheduler:
         named if it alone does, since more permits help only then."""
         return self._closed() or self._beyond_bounds() or self._full()
 
-    def why_not_task(self, task: Task) -> Hold | None:
-        """Return what holds the next root group back because of its task; None if nothing does.
-
-        A rule about tasks may hold a group only until episodes in flight end: the run does not count as starved.
-        """
-        running, most = self._buffer.running_of_task(task.id), self.max_in_flight_per_task
-        if most and running + self.next_demand.episodes > most:
-            return Hold("max_in_flight_per_task", values={"running": running})
-        return None
-
     def _beyond_bounds(self) -> Hold | None:
         """Return the bound of a policy or of the run that holds the next root group back."""
         demand = self.next_demand
-        frozen = self.phases.frozen()
-        learning = [policy for policy in self._bounds if policy not in frozen]
-        if all(map(self._has_enough, learning)) and not self._may_start_more(learning):
+        learning = sorted(self._bounds.keys() - self.phases.frozen())
+        if all(map(self._has_enough, learning)):
             return Hold("last_steps", tuple(learning))
         for policy, units in demand.units.items():
             if self.phases.is_over(policy):
                 continue
-            bound, outstanding, overtaken = (
-                self._bounds[policy],
-                self._outstanding(policy),
-                self._buffer.overtaken(policy),
-            )
-            if bound.window(outstanding=outstanding, overtaken=overtaken) < units:
-                return Hold("max_lag", (policy,), {"outstanding": outstanding, "overtaken": overtaken})
-            if policy in frozen:
-                continue
-            if bound.capacity(outstanding=outstanding, late=self._buffer.late(policy)) < units:
+            bound = self._bounds[policy]
+            # A frozen policy is bound too: what is in flight when its phase begins is sampled by the weights of now.
+            if bound.capacity(outstanding=self._outstanding(policy), late=self._buffer.late(policy)) < units:
                 return Hold("max_staleness", (policy,), {"behind": bound.max_staleness})
         return None
 
@@ -293,24 +252,8 @@ class Scheduler:
         """Return the number of units started or reserved, and neither trained nor dropped."""
         return self._buffer.outstanding(policy) + self._reservations.units(policy)
 
-    def _may_start_more(self, policies: Sequence[str]) -> bool:
-        """Whether groups may start that no step of these policies needs."""
-        if self.phases.cycle:
-            return False  # others may learn after them
-        if self._in_flight.waiting or self._in_flight.held_out():
-            return False  # an evaluation has better use for the permits
-        left = {policy: steps for policy in policies if (steps := self.phases.left(policy))}
-        if all(steps == 1 and policy in self.stepping for policy, steps in left.items()):
-            return False  # the last steps have all their units
-        taken = {policy: self._board.step(policy) for policy in left}
-        return self._last_steps.may_start_more(left, taken, self._in_flight.count("train"))
-
     def _has_enough(self, policy: str) -> bool:
         return self._outstanding(policy) >= self.phases.left(policy) * self._bounds[policy].step_size
-
-    def max_lag(self, policy: str) -> int | None:
-        """Return the bound on the lag of a policy's tokens; None if there is none."""
-        return self._bounds[policy].max_lag
 
     def max_staleness(self, policy: str) -> int:
         """Return the bound on the mean lag of a policy's units."""
@@ -347,7 +290,7 @@ class Scheduler:
         return number // self._roots_per_step
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        return self._opponents.resumable(spec)
+        return spec
 
     def seen(self) -> VisibleRange | None:
         return None
@@ -360,12 +303,12 @@ class Scheduler:
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Record the end of a training episode; returns why the run must end, if a policy starves."""
-        self._last_steps.record_episode(header.seconds)
         self._opponents.record_result(spec, header)
-        if spec.is_probe:
-            return None
+        if self.is_training:
+            self._opponents.unpin_unneeded()
         for policy, units in self._buffer.without_signal.items():
             if units >= WITHOUT_SIGNAL_IN_A_ROW:
+                self._buffer.without_signal[policy] = 0  # a resume counts anew
                 return (
                     f"the last {units} units of {policy} were dropped: as {NO_SIGNAL}, because the rewards of each "
                     f"group are equal, or as {TOO_FEW_MEMBERS}, because other members failed. Choose tasks of which "
@@ -387,10 +330,6 @@ class Scheduler:
             # an episode without a spec waits for its scores
             if policy is None or spec is None or policy in self._buffer.policies_of(spec)
         }
-
-    def record_step(self, policy: str, seconds: float) -> None:
-        """Record the time from a policy's step before to the one that ended now."""
-        self._last_steps.record_step(policy, seconds)
 
     def visible_groups(self, group: int) -> int | None:
         """Return the number of first root groups whose results may decide the task of `group`; None: all that ended."""
@@ -506,9 +445,12 @@ class StarvationGuard:
             of_enough_groups = header.parent_id is None or len(self._failed_groups[policy]) >= FAILED_GROUPS
             running = partial(running_roots, policy)
             if of_enough_groups and _is_conclusive(self._failed[policy], self._failures, running):
-                return self._failing(policy, header)
+                why = self._failing(policy, header)
+                self._failed.clear()  # a resume counts anew
+                return why
         fewest = min((self._waiting[policy] for policy in learning), key=len, default=())
         if _is_conclusive(fewest, NO_UNIT_IN_A_ROW, partial(running_roots, None)):
+            self._waiting.clear()
             return self._nothing_learned(learning)
         return None
 
@@ -569,43 +511,15 @@ class SynchronousBatchScheduler(Scheduler):
     Args:
         pinned: policies whose episodes are pinned to a version; policies with full weights have one version at a time,
             and staleness 0.
-        demands, numbers, in_flight, buffer, reservations, opponents, board, staleness, phases, max_in_flight,
-            max_in_flight_per_task: see `Scheduler`.
+        parts: those of `Scheduler`.
     """
 
-    def __init__(  # noqa: PLR0913 (one keyword per part)
-        self,
-        *,
-        pinned: Collection[str],
-        demands: Sequence[GroupDemand],
-        numbers: EpisodeNumbers,
-        in_flight: EpisodesInFlight,
-        buffer: EpisodeBuffer,
-        reservations: ChildUnitReservations,
-        opponents: OpponentPools,
-        board: PolicyBoard,
-        staleness: Mapping[str, BoundedStaleness],
-        phases: FreezeSchedule,
-        max_in_flight: int,
-        max_in_flight_per_task: int = 0,
-    ) -> None:
-        super().__init__(
-            demands=demands,
-            numbers=numbers,
-            in_flight=in_flight,
-            buffer=buffer,
-            reservations=reservations,
-            opponents=opponents,
-            board=board,
-            staleness=staleness,
-            phases=phases,
-            max_in_flight=max_in_flight,
-            max_in_flight_per_task=max_in_flight_per_task,
-        )
-        demand = demands[0]
-        self._steps = max(phases.steps.values())
+    def __init__(self, *, pinned: Collection[str], **parts: Any) -> None:
+        super().__init__(**parts)
+        demand = self._demands[0]
+        self._steps = max(self.phases.steps.values())
         self._groups = max(
-            math.ceil(staleness[policy].step_size / units) for policy, units in demand.units.items() if units
+            math.ceil(self._bounds[policy].step_size / units) for policy, units in demand.units.items() if units
         )
         self._roots = self._groups * demand.episodes
         self._pinned = frozenset(pinned)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from agentrl.core.clock import Clock
 from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.core.records import StepReport
 from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
 from agentrl.observe.bottleneck import THREADS, TOKENS
@@ -31,14 +31,12 @@ class StepMetrics:
         buffer: EpisodeBuffer,
         board: PolicyBoard,
         clock: Clock,
-        max_lag: Mapping[str, int | None],
     ) -> None:
         self._engine = engine
         self._dispatcher = dispatcher
         self._buffer = buffer
         self._board = board
         self._clock = clock
-        self._max_lag = max_lag
         self._members = trained_root_environments(dispatcher.specs.environment)
         self._start_s = 0.0
         self._last: dict[str, tuple[float, float]] = {}
@@ -71,8 +69,8 @@ class StepMetrics:
         self._idle_since[policy] = now
         wall = max(now - since, 1e-9)
         trajectories = [trajectory for ready in ready_units for trajectory in ready.trajectories]
-        lags = [float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step))) for t in trajectories]
-        limit, lineage = self._max_lag[policy], self._board.current(policy).lineage
+        lags = [float(self._board.staleness(t.oldest_version)) for t in trajectories]
+        lineage = self._board.current(policy).lineage
         rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in ready_units]
         new_counts = self._buffer.counts.since(self._counts[policy])
         self._counts[policy] = self._buffer.counts.copy()
@@ -103,11 +101,8 @@ class StepMetrics:
                 "advantage/alone_share": _mean([float(ready.is_alone) for ready in ready_units]),
             }
             # A rollback trains on tokens of previous attempts again, whose lag admission does not bound.
-            current_lags = [lag for lag, t in zip(lags, trajectories, strict=True) if t.lineage == lineage]
-            if len(current_lags) < len(lags):
-                metrics["staleness/before_resume"] = float(len(lags) - len(current_lags))
-            if limit is not None:
-                metrics["staleness/exceeded"] = float(sum(lag > limit for lag in current_lags))
+            if num_before := sum(t.lineage != lineage for t in trajectories):
+                metrics["staleness/before_resume"] = float(num_before)
         if rate := self._tokens_per_s(policy, now):
             metrics["tokens/sampled_per_s"] = rate
         seats = sorted({t.seat for t in trajectories})
@@ -124,7 +119,6 @@ class StepMetrics:
         metrics |= {f"named_reward/{name}": value for name, value in mean_named_rewards(trajectories).items()}
         metrics |= {f"reward_agreement/{name}": value for name, value in reward_agreement(trajectories).items()}
         metrics.update(report.metrics)
-        metrics.update(self._buffer.selection_bias[policy].metrics())
         for name, value in new_counts.metrics(policy).items():
             metrics.setdefault(name, value)
         if new_counts.of("proposals") and (entropy := self._dispatcher.memory.structure_entropy()) is not None:

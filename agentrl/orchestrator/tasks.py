@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, Proposal, ProposalNovelty, Task
+from agentrl.core.records import EpisodeHeader, Proposal, ProposalNovelty, Task
 from agentrl.environment.environment import SelectingTaskSource, TaskSource
 from agentrl.environment.mixture import MEMBER, MixedTasks, with_task_id_prefix
-from agentrl.journal.past_run import PastRun
 
 
 class GroupResult(NamedTuple):
@@ -51,8 +50,6 @@ class Curriculum:
         selection: arguments of `PassRateCurriculum`, which then selects; empty: the source selects, if it can.
         visible: `Scheduler.visible_groups`.
         is_current: whether a recorded task still has the same data; a selection by results uses no others.
-        past_starts: recorded turns at which groups begin instead.
-        recorded_share: share of the groups that begin at one of them, drawn at random.
     """
 
     def __init__(
@@ -63,16 +60,12 @@ class Curriculum:
         selection: Mapping[str, Any] | None = None,
         visible: Callable[[int], int | None] = lambda group: None,
         is_current: Callable[[Task], bool] = lambda task: True,
-        past_starts: Sequence[GroupStart] = (),
-        recorded_share: float = 0.0,
     ) -> None:
         if len(source) == 0:
             raise InputError("the environment's task source is empty; check environment.options")
         self._seed = seed
         self._visible = visible
         self._shuffled_tasks = ShuffledTasks(source, seed)
-        self._past_starts = past_starts
-        self._recorded_share = recorded_share
         self.selector: SelectingTaskSource | None = None
         if isinstance(source, MixedTasks):
             self.selector = MixtureCurriculum(source, seed=seed, selection=selection or {})
@@ -82,41 +75,23 @@ class Curriculum:
         self.results: list[GroupResult] = []
         """Results that `select` has not received yet, in the order in which their groups ended."""
 
-    def restore(self, past: PastRun) -> None:
-        """Take over the results of the root groups that ended, in the order of their ends."""
-        if self.selector is None:
-            return
-        groups: dict[str, tuple[EpisodeSpec, list[EpisodeHeader]]] = {}
-        for spec, header in past.members():
-            if spec.parent_id is None and spec.fork is None and spec.group_id not in past.open_groups:
-                # Removing and adding again keeps groups in the order in which they ended.
-                _, headers = groups.pop(spec.group_id, (spec, []))
-                groups[spec.group_id] = spec, [*headers, header]
-        for spec, headers in groups.values():
-            if self._is_current(spec.task):
-                group = ids.root_episode_number(spec.episode_id) // past.group_size
-                self.results.append(GroupResult.of(group, spec.task, headers))
-
     def record_group(self, result: GroupResult) -> None:
         """Record the result of a root group."""
-        if self.selector is not None:
+        if self.selector is not None and self._is_current(result.task):
             self.results.append(result)
 
-    def start(self, number: int) -> GroupStart:
-        """Return the start of root group `number`: a recorded turn, or the beginning of its task."""
-        rng = random_stream(self._seed, "recorded turn", number)
-        if rng.random() < self._recorded_share:
-            return rng.choice(self._past_starts)
-        return GroupStart(self.task(number))
+    def receive(self, number: int) -> None:
+        """Give the results visible to a root group to the source, before it selects the group's task."""
+        if self.selector is not None:
+            for result in self._take_visible(number):
+                self.selector.record_result(result.task, result.rewards)
 
     def task(self, number: int) -> Task:
-        """Return the task of a root group that begins at the start, its data checked again."""
+        """Return the task of a root group, its data checked again."""
         try:
             if self.selector is None:
                 return with_task_id_prefix(self._shuffled_tasks(number))
-            for result in self._take_visible(number):
-                if result.rewards:
-                    self.selector.record_result(result.task, result.rewards)
+            self.receive(number)
             selected_task = self.selector.select(number, random_stream(self._seed, "select", number))
             if not isinstance(selected_task, Task):
                 raise InputError(f"the task source's select returned {type(selected_task).__name__}; it must be a Task")
@@ -257,6 +232,8 @@ class PassRateCurriculum:
 
     def record_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Record the rewards of a group."""
+        if not rewards:
+            return
         mean = math.fsum(rewards) / len(rewards)
         self._solved_counts[task.id] = self._solved_counts[task.id] + 1 if mean > self._high else 0
         self._in_band.pop(task.id, None)
@@ -315,14 +292,6 @@ class ProposalNoveltyTracker:
         self._known_attempts: set[tuple[str, int, str]] = set()
         self.next_number = 0
 
-    def restore(self, past: PastRun) -> None:
-        """Take over the proposals of previous attempts; resumed episodes that repeat their proposals add nothing."""
-        unfinished_attempts = set()
-        for proposal in past.log.proposals(self._size if self._visible_range is None else None):
-            self._add(proposal)
-            unfinished_attempts.add(proposal.made_by)
-        self._known_attempts |= unfinished_attempts
-
     def recall(self, proposal: Proposal) -> ProposalNovelty:
         """Compare a proposal with the remembered ones, except itself and those of its own root group."""
         times = num_same = newest = 0
@@ -336,12 +305,13 @@ class ProposalNoveltyTracker:
                     num_same += earlier.structure == proposal.structure
         return ProposalNovelty(times, num_same / newest if newest else 0.0)
 
-    def remember(self, proposal: Proposal) -> bool:
-        """Remember a proposal; returns False if it is already known."""
-        if proposal.made_by in self._known_attempts:
-            return False
+    def knows(self, proposal: Proposal) -> bool:
+        """Whether a proposal was remembered before."""
+        return proposal.made_by in self._known_attempts
+
+    def remember(self, proposal: Proposal) -> None:
+        """Remember a proposal."""
         self._add(proposal)
-        return True
 
     def forget(self, episode_id: str) -> None:
         """Forget the proposals of an episode that was dropped or restarts."""

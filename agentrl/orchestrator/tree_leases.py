@@ -9,7 +9,7 @@ engine. A tree waits for a lease; an update never does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,30 +21,6 @@ from agentrl.orchestrator.versions import ServedVersions
 def tree_holder(main_id: str, attempt: int) -> str:
     """Return the name under which a tree holds versions in `ServedVersions`."""
     return f"tree of {main_id}.{attempt}"
-
-
-def unfinished_tree_members(
-    unfinished_specs: Sequence[EpisodeSpec], ended_specs: Iterable[EpisodeSpec], learners: Collection[str]
-) -> Iterator[tuple[tuple[str, int], str, PolicyVersion]]:
-    """Yield the running members of trees in a journal: main episode with attempt, member, and version.
-
-    Args:
-        unfinished_specs: episodes that will continue.
-        ended_specs: committed episodes of groups that are not complete.
-        learners: policies that learn.
-    """
-    attempts = {spec.episode_id: spec.attempt for spec in unfinished_specs}
-    for spec in (*unfinished_specs, *ended_specs):
-        point = spec.fork
-        if point is None or not point.branch:
-            continue
-        for policy, version in spec.pins.items():
-            if policy in learners:
-                tree = (point.episode_id, point.attempt)
-                if spec.episode_id in attempts:
-                    yield tree, spec.episode_id, version
-                if attempts.get(point.episode_id) == point.attempt:
-                    yield tree, point.episode_id, version
 
 
 class Changes(Protocol):
@@ -69,6 +45,8 @@ class TreeLeases:
     limits: Mapping[str, int]
     """Maximum number of versions of each policy that are leased at once."""
     changed: Changes
+    _mains: set[str] = field(default_factory=set)
+    """Holders whose main episode asked for a lease, and runs."""
     _members: dict[str, set[str]] = field(default_factory=dict)
     """Ids of the running members of each tree, keyed by holder."""
     _versions: dict[str, set[PolicyVersion]] = field(default_factory=dict)
@@ -82,13 +60,13 @@ class TreeLeases:
             EpisodeError: the engine cannot serve the version any more; the main episode starts again.
         """
         holder = tree_holder(main.episode_id, main.attempt)
-        self._members.setdefault(holder, set()).add(main.episode_id)
-        await self.changed.wait_for(lambda: holder not in self._members or self._has_room(version))
-        if holder not in self._members:
+        self._mains.add(holder)
+        await self.changed.wait_for(lambda: holder not in self._mains or self._has_room(version))
+        if holder not in self._mains:
             return  # the episode was superseded while it waited
         self._versions.setdefault(holder, set()).add(version)
         try:
-            weights = self.served.find(version) or self.published(version)
+            weights = self.published(version)
             if weights is None:
                 raise EngineError("it was never published")
             await self.served.pin(holder, weights)
@@ -101,22 +79,28 @@ class TreeLeases:
                 begin_again=True,
             ) from error
 
-    def add(self, main_id: str, attempt: int, member: str, version: PolicyVersion | None = None) -> None:
-        """Count a member that starts, or is resumed with the version that its tree leased in a previous start."""
-        holder = tree_holder(main_id, attempt)
-        self._members.setdefault(holder, set()).add(member)
-        if version is not None and version in self.served.pinned_by(holder):
-            self._versions.setdefault(holder, set()).add(version)
+    def add(self, main_id: str, attempt: int, branch: str) -> None:
+        """Count a branch that starts, and its main episode."""
+        self._members.setdefault(tree_holder(main_id, attempt), set()).update((main_id, branch))
+
+    def take_over(self) -> None:
+        """Take over the versions that a resume serves for unfinished trees."""
+        for holder in self._members:
+            if versions := set(self.served.pinned_by(holder)):
+                self._versions[holder] = versions
 
     def member_ended(self, main_id: str, attempt: int, member: str) -> None:
         """Note the end of a member; the last one returns the lease."""
         holder = tree_holder(main_id, attempt)
-        members = self._members.get(holder)
-        if members is not None:
-            members.discard(member)
-            if not members:
-                del self._members[holder]
-                self._release(holder, *self._versions.get(holder, ()))
+        if member == main_id:
+            self._mains.discard(holder)
+        members = self._members.get(holder, set())
+        members.discard(member)
+        if not members:
+            self._members.pop(holder, None)
+            if holder in self._versions:
+                self._release(holder, *self._versions[holder])
+            self.changed.notify()
 
     def attempt_ended(self, episode_id: str, attempt: int, fork: ForkPoint | None = None) -> None:
         """Note that an attempt needs the version of its tree no more; for a branch, `fork` is the call it began at."""

@@ -19,13 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.core.betting import MAX_ERROR
 from agentrl.core.errors import EngineError, VersionsRefusedError
 from agentrl.core.futures import retrieve_exception
 from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.core.records import NEVER_RESUMED, Lines, PolicyVersion, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow, VersionPublication
-from agentrl.observe.metrics import VERDICT, VERDICT_ERROR
 
 
 class PolicyBoard:
@@ -34,18 +32,18 @@ class PolicyBoard:
     Args:
         current: the starting version of every policy, frozen ones included.
         trainable: the policies that step.
-        parents: for each lineage but the first, the version it started from.
+        lines: the run's lineages.
     """
 
     def __init__(
         self,
         current: Mapping[str, PolicyVersion],
         trainable: Iterable[str],
-        parents: Mapping[tuple[str, int], PolicyVersion] | None = None,
+        lines: Lines = NEVER_RESUMED,
     ) -> None:
         self._current = dict(current)
         self.trainable = tuple(trainable)
-        self._parents = dict(parents or {})
+        self.lines = lines
 
     def current(self, policy: str) -> PolicyVersion:
         """Return the newest version that the engine serves."""
@@ -60,6 +58,11 @@ class PolicyBoard:
         now = self._current[policy]
         return PolicyVersion(policy, now.lineage, now.step + 1)
 
+    def start_at(self, version: PolicyVersion) -> None:
+        """Make a version current with which a process of the run began, or that it reached."""
+        if version.policy in self.trainable:
+            self._current[version.policy] = version
+
     def advance(self, version: PolicyVersion) -> None:
         """Make a served version the current one."""
         if version != self.next_version(version.policy):
@@ -68,14 +71,11 @@ class PolicyBoard:
 
     def at(self, policy: str, step: int) -> PolicyVersion:
         """Return the version of a step on the line that led to the current one."""
-        lineage = self._current[policy].lineage
-        while (parent := self._parents.get((policy, lineage))) is not None and step < parent.step:
-            lineage = parent.lineage
-        return PolicyVersion(policy, lineage, step)
+        return self.lines.before(self._current[policy], step)
 
     def at_versions(self, versions: Mapping[str, PolicyVersion]) -> PolicyBoard:
         """Return a board of the same lineages at other versions, such as a checkpoint's."""
-        return PolicyBoard(versions, self.trainable, self._parents)
+        return PolicyBoard(versions, self.trainable, self.lines)
 
     def recent(self, lags: Mapping[str, int]) -> Iterator[PolicyVersion]:
         """Yield the versions up to the current one, from `lags[policy]` steps behind it, for each policy in `lags`."""
@@ -85,29 +85,11 @@ class PolicyBoard:
 
     def survives(self, version: PolicyVersion) -> bool:
         """Whether the weights of `version` are ancestors of the current ones."""
-        current = self._current[version.policy]
-        lineage, step = current.lineage, current.step
-        while lineage > version.lineage:
-            parent = self._parents.get((version.policy, lineage))
-            if parent is None:
-                return False
-            lineage, step = parent.lineage, parent.step
-        return lineage == version.lineage and version.step <= step
+        return self.lines.survives(version, self._current[version.policy])
 
     def staleness(self, version: PolicyVersion) -> int:
-        """Return the steps between `version` and the current one; counted from the fork if it did not survive a
-        rollback."""
-        current = self._current[version.policy]
-        if self.survives(version):
-            return current.step - version.step
-        fork, lineage = version.step, current.lineage
-        while lineage > version.lineage:
-            parent = self._parents.get((version.policy, lineage))
-            if parent is None:  # the lineage began with the initial weights, which all lineages share
-                fork = 0
-                break
-            fork, lineage = min(fork, parent.step), parent.lineage
-        return max(current.step - fork, version.step - fork)
+        """Return the steps between `version` and the current one; see `Lines.age`."""
+        return self.lines.age(version, self._current[version.policy])
 
 
 async def publish(
@@ -171,8 +153,6 @@ class ServedVersions:
         """Pinned versions, keyed by holder; those that the engine has not confirmed yet are included."""
         self._pinning: dict[tuple[str, PolicyVersion], asyncio.Task[None]] = {}
         """Pins that the engine has not confirmed yet, keyed by holder and version; every caller waits for them."""
-        self._weights_by_version: dict[PolicyVersion, WeightsRef] = {}
-        """Weights of all versions that were served in this start of the run."""
         self._unpin_tasks: set[asyncio.Task[None]] = set()
         """Tasks that tell the engine of unpinned versions; a reference keeps a task from being collected."""
 
@@ -202,7 +182,7 @@ class ServedVersions:
             pins.pop(weights.version, None)
             pins.update(old_pins)
             raise
-        self.current[policy] = self._weights_by_version[weights.version] = weights
+        self.current[policy] = weights
 
     async def pin(self, holder: str, weights: WeightsRef) -> None:
         """Serve a version until `holder` unpins it, independent of later updates. Idempotent: calls while the engine
@@ -248,10 +228,6 @@ class ServedVersions:
         if not task.cancelled():
             task.exception()  # mark as retrieved: the next call or version reports the engine's failure
 
-    def find(self, version: PolicyVersion) -> WeightsRef | None:
-        """Return the weights of a version that was current in this start of the run; None if it was not."""
-        return self._weights_by_version.get(version)
-
     def pinned_by(self, holder: str) -> list[PolicyVersion]:
         """Return the versions that a holder pins and the engine has confirmed, in the order of pinning."""
         return [version for version in self._pins.get(holder, ()) if (holder, version) not in self._pinning]
@@ -284,8 +260,6 @@ class BestRunningMean:
     """Largest running mean."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
     """Versions of the largest measurement within the window of `best`; empty before the first mean."""
-    spent: float = 0.0
-    """Errors of the verdicts so far; see `budget_share`."""
 
     def as_data(self) -> dict[str, Any]:
         """Return JSON data; floats round-trip exactly."""
@@ -295,7 +269,6 @@ class BestRunningMean:
             "measured_versions": list(map(_encode_versions, self.measured_versions)),
             "best": self.best if self.versions else None,
             "versions": _encode_versions(self.versions),
-            "spent": self.spent,
         }
 
     def largest(self) -> int:
@@ -334,9 +307,6 @@ def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
     best = float(data["best"]) if versions else -math.inf
     if not all(map(math.isfinite, [*newest, best] if versions else newest)):
         raise ValueError("a measurement is not finite")
-    spent = float(data.get("spent", 0.0))
-    if not 0.0 <= spent <= MAX_ERROR + 1e-9:  # sums are rounded
-        raise ValueError(f"the errors of verdicts add up to {spent:g}")
     if len(measured_versions) != len(newest):
         newest = measured_versions = ()  # earlier checkpoints lack the versions: fill the window again
     return BestRunningMean(
@@ -345,7 +315,6 @@ def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
         measured_versions=measured_versions,
         best=best,
         versions=versions,
-        spent=spent,
     )
 
 
@@ -354,20 +323,19 @@ class BestCheckpointTracker:
     """Tracks the versions at which the running mean of a metric was best, and decides when that ends the run.
 
     The best versions are those of the largest measurement within the best window. A measurement is of the versions that
-    sampled it: an evaluation's, or those that sampled a step's units. An evaluation that compared its versions with the
-    best ones (`evaluation.stop = "decided"`) has a verdict, which counts instead of the mean.
+    sampled it: an evaluation's, or those that sampled a step's units.
 
     The measurements are in the manifests of checkpoints, so a resumed run chooses as if it had never stopped. The files
     of the best versions stay on disk.
 
     Example:
-        >>> best = BestCheckpointTracker(metric="reward/mean", policy="solver", window=2, stop_fall=0.25)
-        >>> for step, reward in enumerate([0.0, 1.0, 0.5, 0.0], start=1):
+        >>> best = BestCheckpointTracker(metric="reward/mean", policy="solver", window=2, stop_at=0.7)
+        >>> for step, reward in enumerate([0.0, 1.0, 0.5], start=1):
         ...     best.record_metrics("solver", {"reward/mean": reward}, {"solver": PolicyVersion("solver", 0, step - 1)})
         >>> best.measured.best, best.measured.versions["solver"].step
         (0.75, 1)
         >>> best.why_stop()
-        'reward/mean fell to 0.25, from 0.75 at its best'
+        'reward/mean reached 0.75'
     """
 
     metric: str = ""
@@ -382,8 +350,6 @@ class BestCheckpointTracker:
     """Number of measurements in the running mean."""
     stop_at: float | None = None
     """Mean at which the run ends."""
-    stop_fall: float | None = None
-    """Distance from the best mean, in the bad direction, at which the run ends."""
     lags: Mapping[str, int] = field(default_factory=dict)
     """For each learning policy, the number of steps by which a measured version may be behind the current one; empty if
     evaluations measure."""
@@ -401,39 +367,19 @@ class BestCheckpointTracker:
             return
         newest = (*self.measured.newest, -value if self.smallest else value)[-self.window :]
         measured_versions = (*self.measured.measured_versions, dict(versions))[-self.window :]
-        verdict = metrics.get(VERDICT)
-        measured = replace(
-            self.measured,
-            newest=newest,
-            measured_versions=measured_versions,
-            spent=self.measured.spent + metrics.get(VERDICT_ERROR, 0.0),
-        )
+        measured = replace(self.measured, newest=newest, measured_versions=measured_versions)
         mean = math.fsum(newest) / len(newest)
-        is_better = mean > self.measured.best if verdict is None else verdict > 0
-        if len(newest) == self.window and is_better:
+        if len(newest) == self.window and mean > self.measured.best:
             measured = replace(measured, best=mean, versions=measured_versions[measured.largest()])
         self.measured = measured
 
-    def restore_spent(self, errors: Sequence[Any]) -> None:
-        """Count the errors of all verdicts in the journal: a checkpoint lacks those recorded after it. An altered one
-        counts as all that may be spent."""
-        total = math.fsum(
-            error if isinstance(error, float) and 0.0 <= error <= MAX_ERROR else MAX_ERROR for error in errors
-        )
-        self.measured = replace(self.measured, spent=min(max(self.measured.spent, total), MAX_ERROR))
-
     def why_stop(self) -> str | None:
         """Return the reason to end the run, for the user; None if there is none."""
-        newest, best = self.measured.newest, self.measured.best
-        if len(newest) < self.window or not self.metric:
+        newest = self.measured.newest
+        if self.stop_at is None or len(newest) < self.window:
             return None
-        mean, sign = math.fsum(newest) / len(newest), self._sign
-        if self.stop_at is not None and mean >= sign * self.stop_at:
-            return f"{self.metric} reached {sign * mean:.4g}"
-        if self.stop_fall is not None and mean < best - self.stop_fall:
-            verb = "rose" if self.smallest else "fell"
-            return f"{self.metric} {verb} to {sign * mean:.4g}, from {sign * best:.4g} at its best"
-        return None
+        mean = math.fsum(newest) / len(newest)
+        return f"{self.metric} reached {self._sign * mean:.4g}" if mean >= self._sign * self.stop_at else None
 
     def summary(self) -> dict[str, Any] | None:
         """Return the best mean so far with its steps and versions, for the user; None before the first mean."""
@@ -461,11 +407,12 @@ class BestCheckpointTracker:
             oldest: dict[str, int] = {}
             for version in versions:
                 if version.policy in steps:
-                    oldest[version.policy] = min(version.step, oldest.get(version.policy, version.step))
+                    step = board.lines.fork(version, board.current(version.policy))
+                    oldest[version.policy] = min(step, oldest.get(version.policy, step))
             for policy, step in oldest.items():
                 # older ones count as the oldest whose files stay, see `needed`
                 oldest_kept = max(board.step(policy) - self.lags.get(policy, 0), 0)
-                steps[policy][min(max(step, oldest_kept), board.step(policy))] += 1
+                steps[policy][max(step, oldest_kept)] += 1
         return {
             policy: board.at(policy, max(counts, key=lambda step: (counts[step], step), default=board.step(policy)))
             for policy, counts in steps.items()

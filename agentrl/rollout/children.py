@@ -14,9 +14,9 @@ from agentrl.journal.entries import (
     ChildResultEntry,
     request_hash,
 )
-from agentrl.rollout.calls.journal import CallExecution
 
 if TYPE_CHECKING:
+    from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class LiveChildEpisode(ChildEpisode):
         for trajectory in header.trajectories:
             if trajectory.reward is not None:
                 rewards[trajectory.seat] = rewards.get(trajectory.seat, 0.0) + trajectory.reward
-            version = PolicyVersion(trajectory.policy, trajectory.lineage, trajectory.oldest_step)
+            version = trajectory.oldest_version
             versions[trajectory.policy] = min(versions.get(trajectory.policy, version), version)
         if not self._result.done():
             self._result.set_result(
@@ -56,28 +56,23 @@ class LiveChildEpisode(ChildEpisode):
         return self._wait().__await__()
 
     async def _wait(self) -> ChildResult:
-        journal = self._parent.journal
-        call = journal.open(request_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
-        await journal.reach(call)
-        entry = journal.recall(call, ChildResultEntry)
-        if entry is not None:
-            versions = {policy: PolicyVersion(policy, *at) for policy, at in entry.versions.items()}
-            return self._note(
-                ChildResult(
-                    episode_id=entry.child,
-                    drop_reason=entry.drop_reason,
-                    rewards=entry.rewards,
-                    versions=versions,
-                )
-            )
-        # The parent's time limit pauses, because the child has its own.
-        with CallExecution(journal, call, limit=self._parent.limit), self._parent.waiting_for("children"):
+        parent = self._parent
+        entry = await parent.journal.call(
+            request_hash(self.episode_id.encode()),
+            lambda: f"the wait for {self.episode_id}",
+            ChildResultEntry,
+            self._wait_for_end,
+            limit=parent.limit,  # it pauses, because the child has its own
+        )
+        versions = {policy: PolicyVersion(policy, *at) for policy, at in entry.versions.items()}
+        for policy, version in versions.items():
+            self._measured_against[policy] = min(self._measured_against.get(policy, version), version)
+        return ChildResult(
+            episode_id=entry.child, drop_reason=entry.drop_reason, rewards=entry.rewards, versions=versions
+        )
+
+    async def _wait_for_end(self, call: JournaledCall) -> ChildResultEntry:
+        with self._parent.waiting_for("children"):
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
-        journal.record(call, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
-        return self._note(result)
-
-    def _note(self, result: ChildResult) -> ChildResult:
-        for policy, version in result.versions.items():
-            self._measured_against[policy] = min(self._measured_against.get(policy, version), version)
-        return result
+        return ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at)

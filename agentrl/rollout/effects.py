@@ -17,7 +17,8 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
@@ -47,11 +48,11 @@ from agentrl.environment.context import (
 from agentrl.journal.entries import (
     EffectEntry,
     ResourceCallEntry,
-    TimeLimitEntry,
+    UnansweredEntry,
     request_hash,
 )
 from agentrl.observe.metrics import EFFECT_ERROR, RESOURCE_ERROR
-from agentrl.rollout.calls.journal import CallExecution, JournaledCall, current_strand, mark_memoised_code
+from agentrl.rollout.calls.journal import CallExecution, JournaledCall, RepeatedCode, current_strand
 from agentrl.rollout.calls.journal_data import (
     after_journal_round_trip,
     decode,
@@ -79,8 +80,7 @@ async def perform_effect(
     guarantee: Guarantee,
     reconcile: Reconcile[T] | None = None,
     *,
-    again: bool = False,
-    counted: bool = True,
+    is_program: bool = False,
 ) -> T:
     """Perform an effect, or recall it.
 
@@ -90,31 +90,32 @@ async def perform_effect(
         function: performs it.
         guarantee: what a retry may do.
         reconcile: finds out what happened.
-        again: whether to perform a recorded effect again, as the program of a replayed external agent is.
-        counted: whether it counts as a call of `ctx.effect` in metrics; a program has its own.
+        is_program: whether it is the program of an external agent, which runs again on re-execution, and does not count
+            as a call of `ctx.effect` in metrics.
     """
-    journal = episode.journal
-    call = journal.open(request_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
-    if again and isinstance(call.recorded, TimeLimitEntry):
-        raise EpisodeError(
-            f"the effect {name!r} was ended by the time limit, so what it did until then cannot be repeated",
-            reason="resource_lost",
-        )
-    await journal.reach(call)
-    entry = None if again else journal.recall(call, EffectEntry)
-    location = ""
-    if entry is None:
-        start_s = episode.services.clock.monotonic()
-        with CallExecution(journal, call, f"the effect {name!r}"):
-            value, error, location = await retry_infrastructure(
-                episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
-            )
-        if counted:
+    journal, clock, location, performed = episode.journal, episode.services.clock, "", dict[str, EffectEntry]()
+
+    async def perform(call: JournaledCall) -> EffectEntry:
+        nonlocal location
+        if is_program:
+            journal.check_repeatable(call, f"the effect {name!r}")
+        start_s = clock.monotonic()
+        outcome = partial(_outcome, episode, call, name, function, guarantee, reconcile)
+        value, error, location = await retry_infrastructure(episode, guarantee, outcome)
+        if not is_program:
             count_call(episode, f"effect {_NUMBER.sub('…', name)!r}", error, EFFECT_ERROR, location)
-        entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - start_s)
-        if not again or journal.recall(call, EffectEntry) is None:
-            journal.record(call, entry)
-    if counted:
+        return performed.setdefault("", EffectEntry(name, guarantee, value, error, clock.monotonic() - start_s))
+
+    entry = await journal.call(
+        request_hash(name.encode("utf-8", "replace")),
+        lambda: f"the effect {name!r}",
+        EffectEntry,
+        perform,
+        repeats=(lambda recorded, performed: None) if is_program else None,
+        memoised=f"the effect {name!r}",
+    )
+    entry = performed.get("", entry)  # a program that runs again may do something else
+    if not is_program:
         episode.metric("effect/ok" if entry.error is None else EFFECT_ERROR, 1.0)
     if entry.error is not None:
         raise EffectError(f"effect {name!r} failed", error=entry.error, location=location)
@@ -140,11 +141,9 @@ async def _outcome(
     """Return the journaled value, or the error's type and message; and the location that raised the error."""
     act_name = f"effect {name!r}"
     has_happened, value = False, None
-    may_perform = await may_perform_effect(episode, call, act_name, guarantee, may_repeat=reconcile is not None)
-    may_have_happened = guarantee == "once" and reconcile is not None and episode.spec.attempt > 0
-    if may_have_happened or not may_perform:
-        if reconcile is None:
-            raise_unknown_outcome(episode, call, act_name)
+    reconciles = reconcile is not None
+    is_first = await begin_effect(episode, call, act_name, guarantee, may_repeat=reconciles, reconciles=reconciles)
+    if reconcile is not None and guarantee == "once" and (episode.spec.attempt > 0 or not is_first):
         has_happened, value = await _await_value(reconcile())
     try:
         result = value if has_happened else await _await_value(function())
@@ -186,51 +185,53 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
             episode.limit.restart()
 
 
-async def may_perform_effect(
-    episode: LiveEpisode, call: JournaledCall, act_name: str, guarantee: Guarantee, *, may_repeat: bool
+async def begin_effect(
+    episode: LiveEpisode,
+    call: JournaledCall,
+    act_name: str,
+    guarantee: Guarantee,
+    *,
+    may_repeat: bool,
+    reconciles: bool = False,
 ) -> bool:
-    """Whether an effect may be performed now; False for a `once` effect that an earlier execution began.
+    """Leave the intent of a `once` effect on disk before it is performed.
 
-    `may_repeat` states whether a further attempt of the episode may perform it too.
+    Args:
+        episode: the running attempt.
+        call: the effect's call.
+        act_name: names the effect in messages.
+        guarantee: its guarantee.
+        may_repeat: whether a further attempt of the episode may perform it too.
+        reconciles: whether its outcome can be found out.
+
+    Returns whether no earlier execution began it.
+
+    Raises:
+        EpisodeError: an earlier execution began it, so its outcome is unknown.
     """
     if guarantee != "once":
         return True
     if not episode.journal.intend(call, act_name, may_repeat=may_repeat):
-        return False
+        if reconciles:
+            return False
+        raise EpisodeError(
+            f"episode {episode.spec.episode_id}, call {call.call_id}: {act_name} must happen at most once. It began, "
+            "and has no recorded result, so whether it happened is unknown. Give `reconcile=` a function that finds "
+            "out, or make the effect idempotent",
+            reason="unknown_outcome_error",
+        )
     await episode.journal.flush()
     return True
 
 
-def raise_unknown_outcome(episode: LiveEpisode, call: JournaledCall, act_name: str) -> NoReturn:
-    """End the episode at a `once` effect that an earlier execution began, and whose outcome is unknown.
-
-    Raises:
-        EpisodeError: always.
-    """
-    error = EpisodeError(
-        f"episode {episode.spec.episode_id}, call {call.call_id}: {act_name} must happen at most once. It began, and "
-        "has no recorded result, so whether it happened is unknown. Give `reconcile=` a function that finds out, or "
-        "make the effect idempotent",
-        reason="unknown_outcome_error",
-    )
-    episode.journal.fail(error)
-    raise error
-
-
-def raise_resource_lost(episode: LiveEpisode, call: JournaledCall, name: str) -> NoReturn:
-    """End the attempt at a recorded call of a resource that died with its process.
-
-    Raises:
-        EpisodeError: always.
-    """
-    error = EpisodeError(
-        f"episode {episode.spec.episode_id}, call {call.call_id}: {name} is pinned and died with its process, so the "
-        "episode cannot be resumed from its journal",
+def resource_lost(episode: LiveEpisode, name: str) -> EpisodeError:
+    """Make the error of an attempt that needs the state of a resource which is gone."""
+    return EpisodeError(
+        f"episode {episode.name}: {name} died with its process. Its state is not in the journal, because it is pinned "
+        "or a call of it was cancelled, so the episode cannot be resumed",
         reason="resource_lost",
         begin_again=True,
     )
-    episode.journal.fail(error)
-    raise error
 
 
 def error_text(error: BaseException) -> str:
@@ -250,19 +251,25 @@ async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> P
     digest, structure = _digest(key), structure if len(structure) <= 64 else _digest(structure)
     structure = structure.encode("utf-8", "replace").decode()
     digest_of_call = request_hash(b"remember", digest.encode(), structure.encode())
-    call = journal.open(digest_of_call, lambda: f"whether a proposal of structure {structure!r} is remembered")
-    await journal.reach(call)
-    entry = journal.recall(call, EffectEntry)
-    with CallExecution(journal, call):  # also during replay: the run may have died before it had stored it
-        recollection = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
-    if entry is None:
-        journal.record(call, EffectEntry("remember", "idempotent", list(recollection), None, 0.0))
-        return recollection
+
+    async def ask(call: JournaledCall) -> EffectEntry:
+        novelty = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
+        return EffectEntry("remember", "idempotent", list(novelty), None, 0.0)
+
+    entry = await journal.call(
+        digest_of_call,
+        lambda: f"whether a proposal of structure {structure!r} is remembered",
+        EffectEntry,
+        ask,
+        repeats=lambda recorded, asked: None,  # the run may have died before it had stored it
+    )
     try:
         times, share = entry.value
         return ProposalNovelty(int(times), float(share))
     except (TypeError, ValueError):
-        journal.mismatch(call.call_id, f"the journal holds {str(entry.value)[:100]!r}", "ctx.remember is called")
+        journal.end_with(
+            EpisodeError(f"the journal holds {str(entry.value)[:100]!r} for ctx.remember", reason="nondeterminism")
+        )
 
 
 def _digest(text: str) -> str:
@@ -324,7 +331,7 @@ class JournaledResource(Resource):
     """
 
     __slots__ = (
-        *("_calls", "_episode", "_object", "_random", "_random_key", "_restore", "_seed", "_state"),
+        *("_calls", "_episode", "_is_lost", "_object", "_random", "_random_key", "_restore", "_seed", "_state"),
         "name",
     )
 
@@ -335,6 +342,8 @@ class JournaledResource(Resource):
         self.level = level
         self._seed = seed
         self._calls = 0
+        self._is_lost = False
+        """Whether the state after a recorded call is gone."""
         self._state = b""
         """Encoded state of a snapshot resource after its last call."""
         self._restore: Any = None
@@ -344,11 +353,10 @@ class JournaledResource(Resource):
         self._random_key = strand.key
         self._random = self._new_random()
         try:
-            with mark_memoised_code(strand, self._memoised_name()), self._random.swapped_in():
+            with CallExecution(strand, self._memoised_name()), self._random.swapped_in():
                 self._object = factory()
         except InfrastructureError as error:
-            episode.journal.fail(error)
-            raise
+            episode.journal.end_with(error)
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
             raise EnvironmentDefinitionError(
                 f"{type(self._object).__qualname__} is a snapshot resource and needs get_state() and set_state(state)"
@@ -356,23 +364,41 @@ class JournaledResource(Resource):
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method, or recall its recorded result."""
+        where, is_performed, location = f"{self.name}.{method}", False, ""
+
+        async def perform(call: JournaledCall) -> ResourceCallEntry:
+            nonlocal is_performed, location
+            is_performed = True
+            entry, location = await self._perform(call, method, arguments)
+            return entry
+
+        def compare(recorded: ResourceCallEntry, entry: ResourceCallEntry) -> tuple[str, str] | None:
+            # As bytes, since NaN differs from itself.
+            if encode(recorded.value) == encode(entry.value) and _kind(recorded.error) == _kind(entry.error):
+                return None
+            return (
+                f"{where} returned {shortened_repr(recorded.error or recorded.value)} when it was recorded",
+                f"now {shortened_repr(entry.error or entry.value)}; declare the resource `snapshot` or `pinned`",
+            )
+
         journal = self._episode.journal
-        where = f"{self.name}.{method}"
-        call = journal.open(
-            request_hash(*map(encode_arguments, (self.name, method, arguments, self._seed))),
+        entry = await journal.call(
+            request_hash(*map(encode_arguments, (self.name, self.level, method, arguments, self._seed))),
             lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",
+            ResourceCallEntry,
+            perform,
+            repeats=compare if self.level == "replay" else None,
+            memoised=self._memoised_name(),
+            recalled=self._recall,
         )
-        await journal.reach(call)
-        self._calls += 1
-        entry = call.recorded
-        if isinstance(entry, ResourceCallEntry):
-            if entry.level != self.level:
-                journal.mismatch(call.call_id, f"{self.name} was {entry.level}", f"the code now says {self.level}")
-            if self.level == "pinned":
-                raise_resource_lost(self._episode, call, self.name)
-            if self.level == "snapshot":
-                return self._recall(call, where)
-        return await self._perform(call, method, arguments)
+        if not is_performed:
+            self._recall(entry)
+            if self._is_lost:
+                journal.end_with(resource_lost(self._episode, self.name))
+        if entry.error is not None:
+            self._episode.metric(RESOURCE_ERROR, 1.0)
+            raise EffectError(f"{where} failed", error=entry.error, location=location)
+        return entry.value
 
     def state(self) -> Any:
         """Return the object's state for comparisons; None if it has no `get_state`.
@@ -385,63 +411,42 @@ class JournaledResource(Resource):
         get_state = getattr(self._object, "get_state", None)
         return after_journal_round_trip(get_state(), f"{self.name}.get_state") if callable(get_state) else None
 
-    async def _perform(self, call: JournaledCall, method: str, arguments: tuple[Any, ...]) -> Any:
-        journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
+    async def _perform(
+        self, call: JournaledCall, method: str, arguments: tuple[Any, ...]
+    ) -> tuple[ResourceCallEntry, str]:
+        """Return the entry of a call, and the location that raised its error."""
+        if self._is_lost:
+            raise resource_lost(self._episode, self.name)
+        clock, where = self._episode.services.clock, f"{self.name}.{method}"
         start_s = clock.monotonic()
-        value, problem, state, location = None, None, None, ""
+        value, problem, location = None, None, ""
+        self._calls += 1
         generators = self._random_of(call)
-        with CallExecution(journal, call, self._memoised_name()):
-            try:
-                if self._restore is not None:
-                    with generators.swapped_in():
-                        self._restore_state()
-                value = after_journal_round_trip(
-                    await call_with_random_state(generators, getattr(self._object, method), *arguments), where
-                )
-            except AgentRLError:
-                raise
-            except Exception as error:  # foreign code: any exception is its result
-                if (failure := infrastructure_failure(error)) is not None:
-                    raise failure from error
-                problem, location = error_text(error), _raise_location(error)
-            if self.level == "snapshot":
-                state = self._new_state()
-        name = f"{type(self._object).__name__}.{method}"
-        count_call(self._episode, name, problem, RESOURCE_ERROR, location)
-        seconds = clock.monotonic() - start_s
-        entry = journal.recall(call, ResourceCallEntry)
-        if entry is None:
-            journal.record(
-                call,
-                ResourceCallEntry(
-                    self.name, self.level, method, value, seconds, to_journal_data(list(arguments)), problem, state
-                ),
-            )
-        # As bytes, since NaN differs from itself.
-        elif encode(entry.value) != encode(value) or _kind(entry.error) != _kind(problem):
-            journal.mismatch(
-                call.call_id,
-                f"{where} returned {shortened_repr(entry.error or entry.value)} when it was recorded",
-                f"now {shortened_repr(problem or value)}; declare the resource `snapshot` or `pinned`",
-            )
-        if problem is not None:
-            self._episode.metric(RESOURCE_ERROR, 1.0)
-            raise EffectError(f"{where} failed", error=problem, location=location)
-        return value
+        if self._restore is not None:
+            with generators.swapped_in():
+                self._object.set_state(self._restore)  # type: ignore[attr-defined]
+            self._restore = None
+        try:
+            code = call_with_random_state(generators, getattr(self._object, method), *arguments)
+            value = after_journal_round_trip(await RepeatedCode(self._episode.journal, call, code), where)
+        except AgentRLError:
+            raise
+        except Exception as error:  # foreign code: any exception is its result
+            if (failure := infrastructure_failure(error)) is not None:
+                raise failure from error
+            problem, location = error_text(error), _raise_location(error)
+        finally:
+            state = call.state = self._new_state() if self.level == "snapshot" else None
+        count_call(self._episode, f"{type(self._object).__name__}.{method}", problem, RESOURCE_ERROR, location)
+        seconds, data = clock.monotonic() - start_s, to_journal_data(list(arguments))
+        return ResourceCallEntry(self.name, self.level, method, value, seconds, data, problem, state), location
 
-    def _recall(self, call: JournaledCall, where: str) -> Any:
-        entry = self._episode.journal.recall(call, ResourceCallEntry)
-        assert entry is not None
+    def _recall(self, entry: ResourceCallEntry | UnansweredEntry) -> None:
+        """Take over the state that a recorded call left."""
+        self._calls += 1
+        self._is_lost |= self.level == "pinned"
         if entry.state is not None:
             self._restore, self._state = entry.state, encode(entry.state)
-        if entry.error is not None:
-            self._episode.metric(RESOURCE_ERROR, 1.0)
-            raise EffectError(f"{where} failed", error=entry.error)
-        return entry.value
-
-    def _restore_state(self) -> None:
-        self._object.set_state(self._restore)  # type: ignore[attr-defined]
-        self._restore = None
 
     def _new_state(self) -> Any:
         """Return the state after a call; None if the call did not change it."""

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
 
-from agentrl.core.errors import EnvironmentDefinitionError, is_user_code
+from agentrl.core.errors import EpisodeError, is_user_code
 from agentrl.core.event_loop import frame_location, suspended_frames
 from agentrl.core.ports import SamplingParams
 from agentrl.environment.context import EpisodeLimits
 from agentrl.journal.entries import SeatSettings
-from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.rollout.calls.journal import current_strand
 
 if TYPE_CHECKING:
@@ -181,10 +180,6 @@ class EpisodeScores(Protocol):
         """Wait for the requests in flight."""
         ...
 
-    def judges(self) -> Mapping[str, PolicyVersion]:
-        """Return the oldest version of each learning judge that scored the attempt."""
-        ...
-
     async def settle(self) -> None:
         """Wait for all scores, and credit the agents with them."""
         ...
@@ -211,10 +206,6 @@ class LiveEpisode:
     """Task of the external agent, while it runs."""
     scores: EpisodeScores | None = None
     """Scores of the attempt; None if there are no scorers, and no scores in its journal."""
-    roulette_weight: float = 1.0
-    """Factor on the rewards that are given from now on; 0 after `ctx.roulette` has stopped the episode."""
-    turn_calls: list[tuple[str, EpisodeAgent]] | None = None
-    """Call id and agent of each turn so far, for `ctx.resample`; None if the environment declares no branches."""
     note: str = ""
     """Notes on a committed episode: a failed program, or how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None
@@ -245,33 +236,6 @@ class LiveEpisode:
         """The limits that `ctx.limits` shows."""
         return (self.began_under.get("") or self.services.default).limits
 
-    def check_not_stopped(self, call: str) -> None:
-        """Refuse a call that would give a reward or need one, after `ctx.roulette` has stopped the episode.
-
-        Raises:
-            EnvironmentDefinitionError: it has.
-        """
-        if not self.roulette_weight:
-            raise EnvironmentDefinitionError(
-                f"{call} in {self.location}: ctx.roulette returned False before, which stopped the episode with a "
-                "reward of 0; return from run() then"
-            )
-
-    def check_seat_acted(self, agent: EpisodeAgent) -> None:
-        """Refuse a seat's first turn after `ctx.roulette`, if its policy learns. Stopped episodes lack that seat, so it
-        would often be alone in its group and get an advantage of 0.
-
-        Raises:
-            EnvironmentDefinitionError: it is such a turn.
-        """
-        if self.roulette_weight == 1.0 or agent.policy not in self.services.settings.scored:
-            return
-        if not any(other.turns for other in self.agents if other.seat == agent.seat):
-            raise EnvironmentDefinitionError(
-                f"{self.location}: seat {agent.seat!r} acts for the first time after ctx.roulette, so stopped episodes "
-                "have no such agent to compare it with; call ctx.roulette after its first turn"
-            )
-
     def policy_settings(self, seat: str) -> PolicySettings:
         """Return the settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
@@ -298,15 +262,8 @@ class LiveEpisode:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the episode's metrics, summed with those of its agents."""
+        """Return the episode's metrics, without those of its agents."""
         metrics = dict(self._counts or {})
-        for agent in self.agents:
-            for name, value in agent.counts.items():
-                metrics[name] = metrics.get(name, 0.0) + value
-        if not self.roulette_weight:
-            metrics[ROULETTE_STOPPED] = 1.0
-        elif self.roulette_weight != 1.0:
-            metrics[ROULETTE_WEIGHT] = self.roulette_weight
         return metrics
 
     def waiting_for(self, activity: Activity) -> ActivityWait:
@@ -332,11 +289,10 @@ class LiveEpisode:
             clock.change(activity, -1)
 
     def close(self) -> None:
-        """Keep the agents' counts and drop the agents, which refer to the episode, at the end of the attempt."""
+        """Drop the agents, which refer to the episode, at the end of the attempt."""
         if self._is_open and not self._num_waits:
             self.services.activity.change("environment", -1)
         self._is_open = False
-        self._counts = self.metrics
         self.agents = ()
         if self.scores is not None:
             self.scores.close()
@@ -385,28 +341,22 @@ class ActivityWait:
     A class, because every episode in flight holds one, and the context of a generator takes 350 bytes.
     """
 
-    __slots__ = ("_activity", "_began", "_episode")
+    __slots__ = ("_activity", "_episode")
 
     def __init__(self, episode: LiveEpisode, activity: Activity) -> None:
         self._episode = episode
         self._activity = activity
-        self._began = (0.0, 0.0)
 
     def __enter__(self) -> Self:
         self._episode.begin_wait(self._activity)
-        if self._activity == "engine":
-            self._began = self._episode.services.activity.turn_begins()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._episode.end_wait(self._activity)
 
     def count_turn(self, tokens: int) -> None:
-        """Count the tokens of a call that has returned, and the engine's work on it; an endpoint's is unknown."""
-        services = self._episode.services
-        services.activity.count_tokens(tokens)
-        if self._activity == "engine":
-            services.activity.turn_ended(self._began, tokens, services.engine.capabilities.places)
+        """Count the tokens of a call that has returned."""
+        self._episode.services.activity.count_tokens(tokens)
 
 
 class TimeLimit:
@@ -424,9 +374,7 @@ class TimeLimit:
         "_deadline",
         "_episode",
         "_grace",
-        "_has_given_up",
         "_loop",
-        "_on_stuck",
         "_pauses",
         "_remaining_s",
         "_seconds",
@@ -435,14 +383,12 @@ class TimeLimit:
         "task",
     )
 
-    def __init__(self, episode: LiveEpisode, seconds: float, on_stuck: Callable[[asyncio.Task[Any]], None]) -> None:
+    def __init__(self, episode: LiveEpisode, seconds: float) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._episode = episode
-        self._on_stuck = on_stuck
         self.task = task
         self._grace: asyncio.TimerHandle | None = None
-        self._has_given_up = False
         self._waits_at = ""
         """Where the program waited when the time limit expired last."""
         self._loop = asyncio.get_running_loop()
@@ -456,18 +402,12 @@ class TimeLimit:
         """Whether the program's task was cancelled."""
         return bool(self.task.cancelling())
 
-    @property
-    def has_given_up(self) -> bool:
-        """Whether the program was cancelled, and no call of it has raised the limit."""
-        return self._has_given_up or self._episode.journal.is_cutting
-
-    @property
-    def explanation(self) -> str:
-        """Message of the error that ends a program that was given up."""
+    def _error(self) -> EpisodeError:
         turns = sum(len(agent.turns) for agent in self._episode.agents)
         where = "outside ctx calls, so it cannot end as truncated" if turns else "before any turn"
         at = f"; it waited at {self._waits_at}" if self._waits_at else ""
-        return f"the episode took longer than {self._seconds:g} s without a turn, {where}{at}"
+        text = f"the episode took longer than {self._seconds:g} s without a turn, {where}{at}"
+        return EpisodeError(text, reason="episode_timeout")
 
     def restart(self) -> None:
         """Restore the full time limit after a turn has ended."""
@@ -497,7 +437,8 @@ class TimeLimit:
         """Stop the timer after the program has ended."""
         self._episode.limit = None
         self._stop()
-        if self.has_given_up:
+        journal = self._episode.journal
+        for _ in range(journal.cancellations):
             self.task.uncancel()
         if self._grace is not None:
             self._grace.cancel()
@@ -527,22 +468,26 @@ class TimeLimit:
         journal = self._episode.journal
         acted = any(agent.turns for agent in self._episode.agents)
         self._waits_at = self._episode.waits_at()
-        if acted and not (journal.is_over_time or journal.is_replaying):
-            journal.end_act()
+        if acted and journal.cut_calls(self._error()):
             if self._waits_at:
                 self._episode.add_note(f"at the time limit, it waited at {self._waits_at}")
             self.restart()
         else:
-            self._has_given_up = True
+            journal.fail(journal.cut_error or self._error())
+        journal.cancellations += 1
         self.task.cancel()
         if self._grace is not None:
             self._grace.cancel()
         self._grace = self._loop.call_later(GRACE_S, self._end_of_grace)
 
     def _end_of_grace(self) -> None:
-        if self.has_given_up:
-            self._stop()
-            self._on_stuck(self.task)
+        journal = self._episode.journal
+        if journal.failure is not None or journal.cut_error is not None:
+            ignored = (
+                f"run() was cancelled at its deadline, ignored the cancellation, and was abandoned {GRACE_S:g} s later"
+            )
+            journal.fail(EpisodeError(ignored, reason="episode_timeout"))
+            journal.abandon()
 
 
 class Parking:

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from numbers import Real
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
@@ -20,7 +20,7 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
 )
-from agentrl.core.ids import child_depth, seeded_uuid4
+from agentrl.core.ids import child_depth, child_episode_id, seeded_uuid4, spawned_group_id
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
 from agentrl.core.text import plural
@@ -47,9 +47,9 @@ from agentrl.journal.entries import (
     request_hash,
 )
 from agentrl.observe.metrics import ILLEGAL_TURNS, RESERVED_NAMES, why_reserved
-from agentrl.rollout.branching import BRANCHES_REFUSED, LeveledResource, LiveBranches, play_roulette
+from agentrl.rollout.branching import LeveledResource, LiveBranches
 from agentrl.rollout.calls.gather import gather
-from agentrl.rollout.calls.journal import CallExecution, JournaledCall, current_strand
+from agentrl.rollout.calls.journal import JournaledCall, RepeatedCode, current_strand
 from agentrl.rollout.calls.journal_data import (
     encode_arguments,
     to_journal_data,
@@ -59,11 +59,10 @@ from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.children import LiveChildEpisode
 from agentrl.rollout.effects import (
     JournaledResource,
+    begin_effect,
     count_call,
-    may_perform_effect,
     observe_tool,
     perform_effect,
-    raise_unknown_outcome,
     remember_proposal,
     retry_infrastructure,
 )
@@ -89,9 +88,26 @@ MAX_UNDECLARED = 256
 
 
 def _check_argument(call: str, value: object, kind: Any, words: str) -> None:
-    """Refuse an argument of another type than a call of the context takes."""
-    if not isinstance(value, kind):
+    """Refuse an argument of another type than a call of the context takes. A truth value is no number."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
         raise EnvironmentDefinitionError(f"ctx.{call}() takes {words}, not {shortened_repr(value)}")
+
+
+def _whole_number(call: str, value: Any, words: str) -> int:
+    """Return a whole number of at least 0, which may be numpy's."""
+    words += " that is a whole number of at least 0"
+    _check_argument(call, value, Integral, words)
+    if value < 0:
+        raise EnvironmentDefinitionError(f"ctx.{call}() takes {words}, not {value}")
+    return int(value)
+
+
+def _sum(*counts: Mapping[str, float]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in counts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 class LiveEpisodeContext(EpisodeContext):
@@ -117,10 +133,7 @@ class LiveEpisodeContext(EpisodeContext):
         self._fan_out = environment.fan_out
         self._spawned: Mapping[str, int] = _NO_CHILDREN
         """Number of child episodes of this attempt, keyed by class name."""
-        self._branches = LiveBranches(episode, environment.branches, environment.probes)
-        self._roulette = environment.roulette
-        if environment.branches:
-            episode.turn_calls = []
+        self._branches = LiveBranches(episode, environment.branches)
         # A copy, as another process or life receives it: changes must not reach other episodes of this process.
         self.task = msgspec.msgpack.decode(msgspec.msgpack.encode(episode.spec.task), type=Task)
         self.limits = episode.limits
@@ -134,9 +147,9 @@ class LiveEpisodeContext(EpisodeContext):
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> TurnRecorder:
         """The handle of a seat's conversation."""
+        index = _whole_number("agent", index, "an index")
         agent_found = next((agent for agent in self.agents if agent.seat == seat and agent.index == index), None)
         if agent_found is None:
-            _check_argument("agent", index, int, "an index that is a whole number")
             for tool in [tools] if isinstance(tools, str) else tools:
                 _check_argument("agent", tool, ToolSpec, "tools that are agentrl.ToolSpec")
             if seat not in self.episode.spec.seats:
@@ -158,51 +171,49 @@ class LiveEpisodeContext(EpisodeContext):
         external: bool,
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
-        at_once: bool = False,
         may_repeat: bool = False,
     ) -> str:
         """Run a tool: its failures are observations, and its outcome is journaled."""
-        journal, clock = self.episode.journal, self.episode.services.clock
+        episode = self.episode
+        journal, clock, default_s = episode.journal, episode.services.clock, episode.services.settings.tool_timeout_s
         call_arguments, encoded = to_journal_data_and_bytes(arguments)
-        opened = journal.open(
-            request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(call_arguments)})"
-        )
-        result = opened.recorded if isinstance(opened.recorded, ToolEntry) else None
-        begins_early = at_once and not external and result is opened.recorded
-        if opened.waits and not begins_early:
-            await journal.reach(opened)
-        # Other tools run again, even if they timed out, because they may change `self`.
-        if external and (recalled := journal.recall(opened, ToolEntry)) is not None:
-            return self._observed(opened, recalled)
         act_name = f"tool {name!r}"
-        started = clock.monotonic()
-        with CallExecution(journal, opened, act_name if external else None):
-            if external and not await may_perform_effect(
-                self.episode, opened, act_name, guarantee, may_repeat=may_repeat
-            ):
-                raise_unknown_outcome(self.episode, opened, act_name)
+
+        async def run(opened: JournaledCall) -> ToolEntry:
+            started = clock.monotonic()
             if external:
-                observation, outcome, location = await self._observe_external(call, timeout_s, guarantee)
+                await begin_effect(episode, opened, act_name, guarantee, may_repeat=may_repeat)
+                seen = await retry_infrastructure(
+                    episode, guarantee, lambda: observe_tool(call, timeout_s, default_s, external=True)
+                )
             else:
-                default_s = self.episode.services.settings.tool_timeout_s
-                observation, outcome, location = await observe_tool(call, timeout_s, default_s, external=False)
-        if opened.recorded is None:
-            if begins_early and journal.is_replaying:
-                await journal.reach(opened)
+                seen = await RepeatedCode(journal, opened, observe_tool(call, timeout_s, default_s, external=False))
+            observation, outcome, location = seen
             seconds = clock.monotonic() - started
-            entry = ToolEntry(name, call_arguments, observation, outcome, external, seconds, location)
-            journal.record(opened, entry)
-            return self._observed(opened, entry)
-        await journal.reach(opened)  # the tool may have made journaled calls
-        recorded = journal.recall(opened, ToolEntry)
-        assert recorded is not None
-        if recorded.observation != observation and not recorded.outcome == outcome == "timeout":
-            journal.mismatch(
-                opened.call_id,
-                f"tool {name!r} returned {shortened_repr(recorded.observation)} when it was recorded",
-                f"now {shortened_repr(observation)}; a tool that reaches outside self must be @tool(external=True)",
+            return ToolEntry(name, call_arguments, observation, outcome, external, seconds, location)
+
+        def compare(recorded: ToolEntry, result: ToolEntry) -> tuple[str, str] | None:
+            if recorded.observation == result.observation or recorded.outcome == result.outcome == "timeout":
+                return None
+            return (
+                f"{act_name} returned {shortened_repr(recorded.observation)} when it was recorded",
+                f"now {shortened_repr(result.observation)}; a tool that reaches outside self must be "
+                "@tool(external=True)",
             )
-        return self._observed(opened, recorded)
+
+        entry = await journal.call(
+            request_hash(name.encode("utf-8", "replace"), encoded),
+            lambda: f"{name}({shortened_repr(call_arguments)})",
+            ToolEntry,
+            run,
+            repeats=None if external else compare,  # also a tool that timed out, because it may have changed `self`
+            memoised=act_name if external else None,
+        )
+        episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, episode.speaker())
+        if entry.outcome in ("ok", "error", "timeout"):
+            error = None if entry.outcome == "ok" else entry.error
+            count_call(episode, f"tool {entry.name}", error, f"tool/{entry.outcome}", entry.location)
+        return entry.observation
 
     async def effect(
         self,
@@ -248,7 +259,6 @@ class LiveEpisodeContext(EpisodeContext):
         recall: bool = True,
     ) -> AbstractAsyncContextManager[Endpoint]:
         """Serve the seats to an external agent."""
-        self.episode.check_not_stopped("ctx.endpoint()")
         return open_endpoint(self.episode, self.agents, aliases, volatile, ignored_fields, recall=recall)
 
     def patched(self, id: str) -> bool:
@@ -263,58 +273,52 @@ class LiveEpisodeContext(EpisodeContext):
         Raises:
             EpisodeError: the number exceeds the limit; none was admitted.
         """
-        self.episode.check_not_stopped("ctx.spawn()")
         _check_argument("spawn", environment, type, "an environment class")
         _check_argument("spawn", task, Task | Mapping, "an agentrl.Task, or a dict of its data,")
-        _check_argument("spawn", n, int, "n as a whole number")
-        if self.episode.roulette_weight != 1.0:
-            raise EnvironmentDefinitionError(
-                "ctx.spawn() was called after ctx.roulette, whose survivors count for more, and their children would "
-                "not; call it before"
-            )
-        if child_depth(self.episode.spec.episode_id) >= MAX_CHILD_DEPTH:
-            raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
-        name = name_of(environment)
+        n = _whole_number("spawn", n, "n")
+        name, spec = name_of(environment), self.episode.spec
         identity, data = ("", task) if not isinstance(task, Task) else (task.id, task.data)
-        opened = self.episode.journal.open(
+        if self.measured_against is None:
+            self.measured_against = {}
+        measured_against = self.measured_against
+        children = tuple(LiveChildEpisode(self.episode, measured_against) for _ in range(n))
+
+        def make(call: JournaledCall) -> SpawnEntry:
+            # Recorded children were already admitted under the fan-out of that time.
+            self._check_fan_out(environment, n)
+            own = (spec.episode_id, spec.attempt, call.call_id)
+            return SpawnEntry(name, spawned_group_id(*own), tuple(child_episode_id(*own, index) for index in range(n)))
+
+        def start(call: JournaledCall, entry: SpawnEntry) -> None:
+            child_task = task if isinstance(task, Task) else Task(id=f"{self.task.id}~{call.call_id}", data=dict(task))
+            episode_ids = self.episode.services.host.spawn(
+                self._branches.pinned(spec),
+                name,
+                [child_task] * n,
+                call.call_id,
+                lambda index, header: children[index].end(header),
+                entry.children,
+            )
+            for child, episode_id in zip(children, episode_ids, strict=True):
+                child.episode_id = episode_id
+
+        self.episode.journal.answer(
             # By class, as in `fan_out`: an edited copy of an environment's file has another module.
             request_hash(*map(encode_arguments, (environment.__name__, n, identity, data))),
             lambda: (
                 f"the start of {plural(n, 'child', 'children')} of {name} on {shortened_repr(to_journal_data(data))}"
             ),
+            SpawnEntry,
+            make,
+            start,
         )
-        recorded = self.episode.journal.recall(opened, SpawnEntry)
-        if recorded is None:  # recorded children were already admitted under the fan-out of that time
-            self._check_fan_out(environment, n)
         self._spawned = {**self._spawned, environment.__name__: self._spawned.get(environment.__name__, 0) + n}
-        if not isinstance(task, Task):
-            task = Task(id=f"{self.task.id}~{opened.call_id}", data=dict(task))
-        if self.measured_against is None:
-            self.measured_against = {}
-        measured_against = self.measured_against
-        children = tuple(LiveChildEpisode(self.episode, measured_against) for _ in range(n))
-        group = self.episode.services.host.spawn(
-            self.episode.spec,
-            name,
-            [task] * n,
-            opened.call_id,
-            lambda index, header: children[index].end(header),
-            recorded.children if recorded is not None and self.episode.spec.fork is not None else (),
-        )
-        for child, episode_id in zip(children, group.episode_ids, strict=True):
-            child.episode_id = episode_id
-        if recorded is None:
-            self.episode.journal.record(opened, SpawnEntry(name, group.group_id, group.episode_ids))
         return children
 
     def _check_fan_out(self, environment: type[Environment], n: int) -> None:
-        """Refuse children beyond the declared fan-out, over all calls of the attempt, and children of a probe."""
-        if self.episode.spec.is_probe:
-            raise EpisodeError(
-                "ctx.spawn was called in a probe, whose children would be trained; end the episode without child "
-                "episodes, or use trained branches",
-                reason=BRANCHES_REFUSED,
-            )
+        """Refuse children beyond the declared fan-out, over all calls of the attempt."""
+        if child_depth(self.episode.spec.episode_id) >= MAX_CHILD_DEPTH:
+            raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
         name = environment.__name__
         declared = self._fan_out.get(name)
         spawned = self._spawned.get(name, 0)
@@ -334,26 +338,13 @@ class LiveEpisodeContext(EpisodeContext):
     def branches_left(self) -> int:
         return self._branches.left()
 
-    async def branch(self, n: int, *, probe: bool = False) -> int:
-        self.episode.check_not_stopped("ctx.branch()")
-        return await self._branches.start(
-            n, self.agents, self._leveled(), has_children=bool(self._spawned), probe=probe
-        )
-
-    async def resample(self, n: int, *, at: int, weight: float = 1.0) -> None:
-        self.episode.check_not_stopped("ctx.resample()")
-        await self._branches.resample(n, at, weight, self.agents, self._leveled(), has_children=bool(self._spawned))
-
-    def _leveled(self) -> Sequence[LeveledResource]:
-        return [*self.resources, *self.sandboxes, *self._servers]
-
-    async def roulette(self, survival: float) -> bool:
-        return await play_roulette(self.episode, survival, self.agents, declared=self._roulette)
+    async def branch(self, n: int) -> int:
+        resources: list[LeveledResource] = [*self.resources, *self.sandboxes, *self._servers]
+        return await self._branches.start(n, self.agents, resources, has_children=bool(self._spawned))
 
     def score(self, scorer: str, agent: Agent) -> Verdict:
         """Ask for the score of an agent's newest turn."""
         current_strand()  # refuses tasks that are not the program's
-        self.episode.check_not_stopped("ctx.score()")
         if not (isinstance(agent, TurnRecorder) and agent in self.agents and agent.turns):
             raise EnvironmentDefinitionError(f"ctx.score({scorer!r}, …) needs an agent of this episode that has acted")
         if self.episode.scores is None:
@@ -382,13 +373,14 @@ class LiveEpisodeContext(EpisodeContext):
 
     def now(self) -> float:
         """Return the journaled wall-clock time."""
-        opened = self.episode.journal.open(request_hash(b"now"), lambda: "the time")
-        recorded = self.episode.journal.recall(opened, NondeterministicValueEntry)
-        if recorded is not None:
-            return float(recorded.value)
-        value = self.episode.services.clock.wall()
-        self.episode.journal.record(opened, NondeterministicValueEntry("now", value))
-        return value
+        clock = self.episode.services.clock
+        entry = self.episode.journal.answer(
+            request_hash(b"now"),
+            lambda: "the time",
+            NondeterministicValueEntry,
+            lambda call: NondeterministicValueEntry("now", clock.wall()),
+        )
+        return float(entry.value)
 
     def uuid(self) -> str:
         """Draw a UUID from the strand's random stream: the same on every execution, so it needs no entry."""
@@ -397,12 +389,14 @@ class LiveEpisodeContext(EpisodeContext):
     async def sleep(self, seconds: float) -> None:
         """Wait; a recorded wait is not repeated, however long the code now waits."""
         _check_argument("sleep", seconds, Real, "seconds as a number")
-        opened = self.episode.journal.open(request_hash(b"sleep"), lambda: f"a sleep of {seconds:g} s")
-        await self.episode.journal.reach(opened)
-        if self.episode.journal.recall(opened, NondeterministicValueEntry) is None:
-            with CallExecution(self.episode.journal, opened):
-                await self.episode.services.clock.sleep(seconds)
-            self.episode.journal.record(opened, NondeterministicValueEntry("sleep", seconds))
+
+        async def wait(call: JournaledCall) -> NondeterministicValueEntry:
+            await self.episode.services.clock.sleep(seconds)
+            return NondeterministicValueEntry("sleep", seconds)
+
+        await self.episode.journal.call(
+            request_hash(b"sleep"), lambda: f"a sleep of {seconds:g} s", NondeterministicValueEntry, wait
+        )
 
     def metric(self, name: str, value: float) -> None:
         _check_argument("metric", name, str, "a name that is a string")
@@ -416,35 +410,19 @@ class LiveEpisodeContext(EpisodeContext):
             )
         self.episode.metric(name, value, self.episode.speaker() if name == ILLEGAL_TURNS else None)
 
-    async def _observe_external(
-        self, call: Callable[[], str | Awaitable[str]], own_s: float | None, guarantee: Guarantee
-    ) -> tuple[str, str, str]:
-        """Return the result of `observe_tool` for an external tool."""
-        default_s = self.episode.services.settings.tool_timeout_s
-        return await retry_infrastructure(
-            self.episode, guarantee, lambda: observe_tool(call, own_s, default_s, external=True)
-        )
-
-    def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
-        self.episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, self.episode.speaker(call.strand))
-        if entry.outcome in ("ok", "error", "timeout"):
-            error = None if entry.outcome == "ok" else entry.error
-            count_call(self.episode, f"tool {entry.name}", error, f"tool/{entry.outcome}", entry.location)
-        return entry.observation
-
     def counted(self) -> Mapping[str, PolicyCounts]:
         """Return turns and metrics of each policy that acted: its own metrics, and those of no particular agent."""
-        acted = [agent for agent in self.agents if agent.sampled_turns]
-        agent_metrics = {name for agent in acted for name in agent.counts}
         counted: dict[str, PolicyCounts] = {}
-        everything = self.episode.metrics
-        for agent in acted:
-            shared = {name: value for name, value in everything.items() if name not in agent_metrics}
-            turns, metrics = counted.get(agent.policy, PolicyCounts(0, shared))
-            for name, value in agent.counts.items():
-                metrics[name] = metrics.get(name, 0.0) + value
-            counted[agent.policy] = PolicyCounts(turns + agent.sampled_turns, metrics)
+        for agent in self.agents:
+            if agent.sampled_turns:
+                turns, metrics = counted.get(agent.policy, PolicyCounts(0, self.episode.metrics))
+                counted[agent.policy] = PolicyCounts(turns + agent.sampled_turns, _sum(metrics, agent.counts))
         return counted
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the episode's metrics, summed with those of its agents."""
+        return _sum(self.episode.metrics, *(agent.counts for agent in self.agents))
 
     def close(self) -> None:
         """Close the journal, and release the engine's resources of the agents."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,13 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
+from agentrl.core.errors import (
+    EnvironmentDefinitionError,
+    EpisodeError,
+    GlobalRandomError,
+    JournalError,
+    describe_raise_location,
+)
 from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -35,7 +41,6 @@ from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import AlarmGuard, as_episode_error
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.environment import Environment
-from agentrl.environment.task_contents import answer_of
 from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import (
     REQUEST_VERSION,
@@ -45,9 +50,9 @@ from agentrl.journal.entries import (
     SeatSettings,
     code_digest,
 )
-from agentrl.journal.port import CommitLog, TurnLog
+from agentrl.journal.port import CommitLog, EpisodeEnd, TurnLog
 from agentrl.observe.bottleneck import ActivityClock
-from agentrl.rollout.calls.journal import CallJournal, begin_strand, current_strand
+from agentrl.rollout.calls.journal import CallJournal, OnNew, Prefix, begin_strand, current_strand
 from agentrl.rollout.episode import (
     AS_THE_RUN,
     LiveEpisode,
@@ -63,7 +68,7 @@ from agentrl.rollout.scoring.scores import LiveScores
 from agentrl.rollout.turn_entries import EpisodePartialTurns
 
 CHECKED_EPISODES = 32
-"""Number of new episodes of each environment whose steps a runner checks for draws from the global random generators.
+"""Number of episodes of each environment whose steps a runner checks for draws from the global random generators.
 Re-executions are always checked, so that an undetected draw cannot cause a silent difference."""
 
 
@@ -101,7 +106,7 @@ class EpisodeRunner:
         """Held while an episode's entries are read; see `recorded`."""
         self._code_hashes: dict[type[Environment], str] = {}
         self._check_counts: Counter[type[Environment]] = Counter()
-        """Number of new episodes that were checked for draws, by environment."""
+        """Number of episodes so far, by environment."""
         self._run_settings = {"": settings.seat}
         """Settings of the run in the form of `BeginEntry.settings`, shared by all episodes without overrides."""
         self._recorded_settings = {
@@ -120,17 +125,25 @@ class EpisodeRunner:
         self,
         spec: EpisodeSpec,
         environment: type[Environment],
-        recorded: Iterable[JournalEntry] = (),
+        recorded: Sequence[JournalEntry] = (),
         *,
         answers: Iterable[JournalEntry] = (),
         recalls_from: int = 0,
-        on_stuck: Callable[[asyncio.Task[Any]], None] | None = None,
+        inherited: Sequence[JournalEntry] | None = None,
+        regraded: bool = False,
+        on_new: OnNew | None = None,
     ) -> EpisodeHeader:
         """Run one attempt to its commit, after replaying the `recorded` entries of an earlier execution.
 
-        `answers` are recorded answers of the outside world; see `CallJournal`. `recalls_from` is the number of the
-        oldest attempt whose recorded replies this attempt and later ones may use again. `on_stuck` is called with the
-        task if the program swallows the cancellation at its deadline and continues.
+        Args:
+            spec: the attempt's spec.
+            environment: its class.
+            recorded: its entries on disk.
+            answers: recorded answers of the outside world; as `regraded`, see `Prefix`.
+            recalls_from: number of the oldest attempt whose recorded replies this attempt and later ones may use again.
+            inherited: entries before the fork point; None: those in the log.
+            regraded: whether to give rewards again.
+            on_new: see `CallJournal`.
 
         Call it in a new task, which becomes the owner of the episode's root strand.
 
@@ -138,14 +151,17 @@ class EpisodeRunner:
             EpisodeError: the episode cannot continue; has its drop reason. Other exceptions are the environment's.
         """
         start_s = self.clock.monotonic()
-        context = self._open_attempt(spec, environment, recorded, answers, recalls_from)
+        if inherited is None:
+            inherited = () if spec.fork is None else self._log.prefix(spec.fork)
+        context = self._open_attempt(
+            *(spec, environment, recalls_from, on_new),
+            Prefix([*inherited, *recorded], len(inherited), fork=spec.fork, answers=answers, regraded=regraded),
+        )
         episode, journal, strand = context.episode, context.episode.journal, current_strand()
         try:
             try:
                 # Runs the program within its time limit; inline, because each further coroutine takes 300 bytes.
-                limit = episode.limit = TimeLimit(
-                    episode, self._services.settings.episode_timeout_s, on_stuck or _ignore_stuck
-                )
+                limit = episode.limit = TimeLimit(episode, self._services.settings.episode_timeout_s)
                 try:
                     self.parking.begin(spec.episode_id, episode)
                     with AlarmGuard(journal):
@@ -157,54 +173,38 @@ class EpisodeRunner:
                 finally:
                     journal.end_steps(strand)
                     limit.end()
-                _check_end(environment, journal, limit)
+                _check_end(environment, journal)
                 if limit.is_cancelled:
                     # The program may have cancelled its own task before it returned; let that arrive before the commit.
                     await asyncio.sleep(0)
                 stop_reason = context.stop_reason
             except LimitReachedError as limit_error:
+                journal.reopen()
                 stop_reason = limit_error.stop_reason
             stop_reason = self._settle_truncation(context, environment, stop_reason)
             journal.finish()
             if episode.scores is not None:
                 await episode.scores.settle()
-                for policy, version in episode.scores.judges().items():
-                    against = context.measured_against = context.measured_against or {}
-                    against[policy] = min(against.get(policy, version), version)
             self.finished(context)
-        except Exception as error:
-            error.add_note(episode.location)
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again
+            raise _noted(error, episode)  # noqa: B904 - it is the same one, or has ended the episode
         finally:
             self.close_attempt(spec)
         header = self._header(context, stop_reason, self.clock.monotonic() - start_s)
         episode.partials.forget()
         note = valid_unicode(episode.note)
         with episode.waiting_for("disk"):
-            await _despite_cancellation(self._store.commit_episode(spec, header, journal.digest, episode.metrics, note))
-        self.host.record_episode_metrics(spec, header, context.counted())
-        self._count_wins(context, header)
+            end = EpisodeEnd(spec, header, journal.digest, context.metrics, note, context.counted())
+            await _despite_cancellation(self._store.commit(end))
         return header
-
-    def _count_wins(self, context: LiveEpisodeContext, header: EpisodeHeader) -> None:
-        """Count the last reply of each agent that won a training episode, if the task's data has an answer."""
-        answer = answer_of(context.episode.spec.task.data) if header.purpose == "train" else ""
-        if not answer:
-            return
-        rewards = {(each.seat, each.index): each.reward for each in header.trajectories}
-        for agent in context.agents:
-            if agent.turns and (rewards.get((agent.seat, agent.index)) or 0.0) >= 1.0:
-                turn = agent.turns[-1]
-                reply = " ".join([turn.text, *(f"{call.name}({call.arguments})" for call in turn.tool_calls)])
-                self.activity.count_won(reply, answer, header.episode_id)
 
     def _open_attempt(
         self,
         spec: EpisodeSpec,
         environment: type[Environment],
-        recorded: Iterable[JournalEntry],
-        answers: Iterable[JournalEntry],
         recalls_from: int,
+        on_new: OnNew | None,
+        prefix: Prefix,
     ) -> LiveEpisodeContext:
         """Make the journal and the context of an attempt, and journal its first entry."""
         for seat in environment.seats:
@@ -212,10 +212,10 @@ class EpisodeRunner:
                 raise EnvironmentDefinitionError(
                     f"episode {spec.episode_id}: seat {seat!r} is bound to no policy; add it to [seats]"
                 )
-        journal = self._journal_of(spec, recorded, answers)
+        journal = CallJournal(self._log, spec.episode_id, spec.attempt, prefix, seed=spec.seed, on_new=on_new)
         resumed = journal.written > 0
-        journal.detects_draws = not journal.is_new or self._check_counts[environment] < CHECKED_EPISODES
-        self._check_counts[environment] += journal.is_new and journal.detects_draws
+        journal.detects_draws = bool(prefix) or self._check_counts[environment] < CHECKED_EPISODES
+        self._check_counts[environment] += 1
         begin_strand(journal.enter(ids.ROOT_STRAND))
         began_under = self._begin(journal, spec, environment, recalls_from)
         partials = EpisodePartialTurns(
@@ -327,20 +327,8 @@ class EpisodeRunner:
     async def drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
         """Record that an episode ends untrained, with its reason."""
         header = dropped_header(spec, reason, seconds=seconds)
-        await _despite_cancellation(self._store.commit_episode(spec, header, b"", {}, valid_unicode(detail)))
+        await _despite_cancellation(self._store.commit(EpisodeEnd(spec, header, b"", {}, valid_unicode(detail))))
         return header
-
-    def _journal_of(
-        self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
-    ) -> CallJournal:
-        prefix = self._log.prefix(spec.fork) if spec.fork is not None else ()
-        return CallJournal(
-            *(self._log, spec.episode_id, spec.attempt, recorded),
-            seed=spec.seed,
-            inherited=prefix,
-            edits={} if spec.fork is None else spec.fork.edits,
-            answers=answers,
-        )
 
     def _begin(
         self, journal: CallJournal, spec: EpisodeSpec, environment: type[Environment], recalls_from: int
@@ -449,8 +437,8 @@ class EpisodeRunner:
         """
         agents = [agent for agent in context.agents if agent.turns]
         reason = limit or next((cut for agent in agents if (cut := agent.cut_by()) is not None), None)
-        if reason is None or not context.episode.roulette_weight:  # `ctx.roulette` stopped it, with a reward of 0
-            return "completed" if limit is None else limit
+        if reason is None:
+            return "completed"
         value = environment.truncated_reward
         for agent in agents:
             if limit is None and agent.rewards and agent.cut_by() is None:
@@ -477,10 +465,6 @@ def _inherited_settings(
     return {**now, **({"": settings[""], **kept_settings} if kept_settings else {})}
 
 
-def _ignore_stuck(task: asyncio.Task[Any]) -> None:
-    """Ignore a stuck program."""
-
-
 def _call_program(environment: type[Environment], context: LiveEpisodeContext) -> Awaitable[None]:
     """Call the `run` method of a new instance of the environment."""
     return environment().run(context)
@@ -489,9 +473,11 @@ def _call_program(environment: type[Environment], context: LiveEpisodeContext) -
 def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) -> BaseException | None:
     """Return the error that ends an episode whose program raised; None if the episode failed or was given up before."""
     if journal.failure is not None:
+        if not describe_raise_location(journal.failure):
+            journal.failure.with_traceback(error.__traceback__)
         return None
     if isinstance(error, asyncio.CancelledError):
-        if limit.has_given_up and not journal.is_stopped:
+        if journal.cut_error is not None and not journal.is_stopped:
             return None
         if not limit.is_cancelled:
             episode_error = EpisodeError(
@@ -502,7 +488,16 @@ def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) ->
     return as_episode_error(error, limit.task)
 
 
-def _check_end(environment: type[Environment], journal: CallJournal, limit: TimeLimit) -> None:
+def _noted(error: BaseException, episode: LiveEpisode) -> BaseException:
+    """Return the error that ends an attempt, with a note where; for a cancellation, the error that caused it."""
+    if isinstance(error, asyncio.CancelledError):
+        error = episode.journal.failure or error
+    if isinstance(error, Exception):
+        error.add_note(episode.location)
+    return error
+
+
+def _check_end(environment: type[Environment], journal: CallJournal) -> None:
     """Raise the error of a failed episode, even if its program caught it."""
     if isinstance(journal.failure, GlobalRandomError):
         environment.own_random = True
@@ -510,8 +505,8 @@ def _check_end(environment: type[Environment], journal: CallJournal, limit: Time
         raise journal.failure
     if journal.is_stopped:  # the program swallowed its cancellation; it is resumed from its journal later
         raise asyncio.CancelledError
-    if limit.has_given_up:  # also if the program swallowed the cancellation and returned
-        raise EpisodeError(limit.explanation, reason="episode_timeout")
+    if journal.cut_error is not None:  # also if the program swallowed the cancellation and returned
+        raise journal.cut_error
 
 
 async def _despite_cancellation(commit: Coroutine[Any, Any, None]) -> None:

@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import EffectError, EpisodeError
 from agentrl.environment.context import EpisodeSandbox, ResourceLevel
-from agentrl.journal.entries import ResourceCallEntry, request_hash
-from agentrl.rollout.calls.journal import CallExecution
+from agentrl.journal.entries import ResourceCallEntry, UnansweredEntry, request_hash
 from agentrl.rollout.calls.journal_data import encode_arguments, to_journal_data
 from agentrl.rollout.calls.mismatch import shortened_repr
-from agentrl.rollout.effects import error_text, raise_resource_lost
-from agentrl.sandbox.commands import NAME_BYTES, work_on
-from agentrl.sandbox.driver import CommandResult
-from agentrl.sandbox.file_tree import LinkTarget
+from agentrl.rollout.effects import error_text, resource_lost
+from agentrl.sandbox.driver import NAME_BYTES, CommandResult, work_on
+from agentrl.sandbox.files import LinkTarget
 from agentrl.sandbox.sandbox import as_bytes, open_lease
 from agentrl.sandbox.state import FileState, HashedFile, hashed_files
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.sandbox.driver import SandboxLease
     from agentrl.sandbox.sandbox import Sandbox
@@ -44,7 +43,7 @@ _closing: set[asyncio.Task[None]] = set()
 class JournaledSandbox(EpisodeSandbox):
     """Implements `EpisodeSandbox`. Its lease is made by the first command that is not recalled."""
 
-    __slots__ = ("_copies", "_episode", "_is_behind", "_lease", "_limits", "_lock", "_state", "name")
+    __slots__ = ("_copies", "_episode", "_is_behind", "_is_lost", "_lease", "_limits", "_lock", "_state", "name")
 
     def __init__(self, episode: LiveEpisode, limits: Sandbox, name: str, state: FileState | None = None) -> None:
         self.name = name
@@ -55,6 +54,8 @@ class JournaledSandbox(EpisodeSandbox):
         self._lock = asyncio.Lock()
         """Held by the command that runs: what it changed is read before the next begins."""
         self._is_behind = False
+        self._is_lost = False
+        """Whether a recorded call was cancelled, and its changes are in no later entry."""
         self._copies = 0
 
     @property
@@ -115,36 +116,45 @@ class JournaledSandbox(EpisodeSandbox):
         perform: Callable[[SandboxLease], Awaitable[T]],
     ) -> T:
         """Perform a call, or recall its result and the files it changed."""
-        journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
+        clock, where = self._episode.services.clock, f"{self.name}.{method}"
         digests = self._state.supply(contents.values(), keep=self._lease is None)
         paths = [f"{path} ->" if isinstance(body, LinkTarget) else path for path, body in contents.items()]
         arguments = [*arguments, dict(zip(paths, digests, strict=True))]
-        level = self.level
-        call = journal.open(
+        level, is_performed = self.level, False
+
+        async def act(call: JournaledCall) -> ResourceCallEntry:
+            nonlocal is_performed
+            if self._is_lost:
+                raise resource_lost(self._episode, self.name)
+            is_performed, start_s = True, clock.monotonic()
+            async with self._lock:
+                lease = await self._open_lease()
+                value, problem = None, None
+                try:
+                    value = await perform(lease)
+                except OSError as error:  # of a file in the sandbox
+                    problem = error_text(error)
+                state = await self._changes(lease)
+            seconds = clock.monotonic() - start_s
+            return ResourceCallEntry(self.name, level, method, value, seconds, arguments, problem, state)
+
+        def lose(end: UnansweredEntry) -> None:
+            self._is_lost = True
+
+        entry = await self._episode.journal.call(
             request_hash(*map(encode_arguments, (self.name, method, arguments))),
             lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",
+            ResourceCallEntry,
+            act,
+            memoised=self.name,
+            recalled=lose,
         )
-        await journal.reach(call)
-        if isinstance(call.recorded, ResourceCallEntry) and level == "pinned":
-            raise_resource_lost(self._episode, call, self.name)
-        entry = journal.recall(call, ResourceCallEntry)
-        if entry is not None:
+        if not is_performed and level == "pinned":
+            self._episode.journal.end_with(resource_lost(self._episode, self.name))
+        if not is_performed:
+            self._is_lost = False  # a call after a cancelled one holds all that both changed
             if entry.state is not None:
                 self._state.apply(entry.state)
-        else:
-            start_s = clock.monotonic()
-            with CallExecution(journal, call, self.name):
-                async with self._lock:
-                    lease = await self._open_lease()
-                    value, problem = None, None
-                    try:
-                        value = await perform(lease)
-                    except OSError as error:  # of a file in the sandbox
-                        problem = error_text(error)
-                    state = await self._changes(lease)
-            seconds = clock.monotonic() - start_s
-            entry = ResourceCallEntry(self.name, level, method, value, seconds, arguments, problem, state)
-            journal.record(call, entry)
         if entry.error is not None:
             raise EffectError(f"{where} failed", error=entry.error)
         result: T = entry.value

@@ -10,7 +10,9 @@ before `FIRST_SECONDS` writes no partial.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -126,9 +128,9 @@ class EpisodePartialTurns:
         self._attempt = attempt
         self.clock = clock
         self._kept = kept
-        self._recorded: dict[str, list[JournalEntry]] = {} if resumed else _NONE_RECORDED
-        for entry in log.read_partials(episode_id, attempt) if resumed else ():
-            self._recorded.setdefault(entry.call_id, []).append(entry)
+        call_id = operator.attrgetter("call_id")
+        entries = sorted(log.read_partials(episode_id, attempt) if resumed else (), key=call_id)
+        self._recorded = {key: list(group) for key, group in groupby(entries, call_id)} or _NONE_RECORDED
         self._on_disk = tuple(self._recorded)
 
     def turn(self, call: JournaledCall, *, masked: bool) -> PartialTurn:

@@ -84,7 +84,7 @@ class AsyncioWorker:
         self._on_failure = on_failure
         self._tasks: dict[asyncio.Task[None], tuple[EpisodeSpec, OnEnd]] = {}
         """Running attempts and their end callbacks, keyed by task."""
-        self._on_task_end, self._on_stuck = self._task_ended, self._stuck  # bound once, not for each episode
+        self._on_task_end = self._task_ended  # bound once, not for each episode
         self._is_cancelling = False
         self._strays = Counter[str]()
         """Number of cancellations by code that does not own the episode's task, keyed by episode."""
@@ -159,22 +159,10 @@ class AsyncioWorker:
         self._runner.abandon(spec)
         task.cancel()
 
-    def _stuck(self, task: asyncio.Task[None]) -> None:
-        """Abandon a program that swallowed its cancellation at the time limit, and drop its episode."""
-        spec, on_end = self._tasks[task]
-        self._leave_behind(task)
-        self._start(spec, on_end, self._drop_stuck(spec, on_end))
-
-    async def _drop_stuck(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
-        detail = f"run() was cancelled at its deadline, ignored the cancellation, and was abandoned {GRACE_S:g} s later"
-        on_end(await self._drop(spec, "episode_timeout", detail, 0.0))
-
     async def _drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
-        """Drop an episode. `last_failure` is set after the commit, so that it is this episode's when its end is
-        reported."""
-        header = await self._runner.drop(spec, reason, detail, seconds)
+        """Drop an episode. `last_failure` is set before, for who hears of the end."""
         self.last_failure = detail
-        return header
+        return await self._runner.drop(spec, reason, detail, seconds)
 
     async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
         """Run attempts until one commits, or the episode is dropped or abandoned.
@@ -194,9 +182,7 @@ class AsyncioWorker:
             try:
                 environment = self._environment(spec.environment)
                 recorded, since, answers = await self._recorded(spec, tries, resume)
-                header = await self._runner.run(
-                    *(spec, environment, recorded), answers=answers, recalls_from=since, on_stuck=self._on_stuck
-                )
+                header = await self._runner.run(*(spec, environment, recorded), answers=answers, recalls_from=since)
                 break
             except InfrastructureError as error:
                 if await self._waited(tries, task):

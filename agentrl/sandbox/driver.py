@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from agentrl.core.errors import InfrastructureError, InputError
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-    from agentrl.sandbox.file_tree import FileRecord
+    from agentrl.sandbox.files import FileRecord
 
 Network = Literal["none", "gateway", "open"]
 """`gateway`: only a port that the sandbox's owner serves; `open`: the machine's own network."""
@@ -33,6 +34,20 @@ _RANGES = {
     "output_bytes": (1, 1 << 30),
 }
 """Least and greatest value of each limit."""
+
+
+GATEWAY_PORT = 8080
+"""Port of a sandbox with `network = "gateway"` on which its owner listens."""
+NAME_BYTES = 1 << 10
+"""A file's name takes as long as so many bytes of content."""
+_SMALL = 1 << 19
+"""Bytes that are worked on within a few milliseconds."""
+T = TypeVar("T")
+
+
+async def work_on(size: int, work: Callable[..., T], *arguments: Any) -> T:
+    """Do work on `size` bytes, in a thread if it would hold the event loop: a thread takes longer on a busy machine."""
+    return work(*arguments) if size <= _SMALL else await asyncio.to_thread(work, *arguments)
 
 
 class SandboxError(InfrastructureError):
@@ -163,6 +178,16 @@ def check_variables(variables: Mapping[str, str]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class SandboxCheck:
+    """One promise, and whether this machine keeps it."""
+
+    name: str
+    holds: bool
+    result: str
+    fix: str = ""
+
+
 class SandboxLease(Protocol):
     """One sandbox: files, and commands over them. No process outlives its command."""
 
@@ -238,6 +263,10 @@ class SandboxDriver(Protocol):
         Raises:
             SandboxError: this machine cannot isolate it.
         """
+        ...
+
+    async def check(self) -> list[SandboxCheck]:
+        """Check every promise on this machine; the first one names the isolation, or the reason for its absence."""
         ...
 
     async def close(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import InputError
-from agentrl.sandbox.bubblewrap import BubblewrapDriver
-from agentrl.sandbox.container import ContainerDriver
-from agentrl.sandbox.driver import DriverName, SandboxLimits
-from agentrl.sandbox.file_tree import LinkTarget, Program
+from agentrl.core.machine import install_command
+from agentrl.sandbox.driver import DriverName, SandboxCheck, SandboxError, SandboxLimits
+from agentrl.sandbox.files import LinkTarget, Program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -120,6 +120,7 @@ def as_bytes(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
+ENTRY_POINT_GROUP = "agentrl.sandbox_drivers"
 _drivers: dict[tuple[asyncio.AbstractEventLoop, DriverName], SandboxDriver] = {}
 """One driver, and so one keeper process, for each event loop; a worker has one loop."""
 _chosen: DriverName = "bubblewrap"
@@ -132,8 +133,30 @@ def choose_driver(name: DriverName) -> None:
 
 
 def make_driver(name: DriverName) -> SandboxDriver:
-    """Return a new driver, which has started nothing yet."""
-    return BubblewrapDriver() if name == "bubblewrap" else ContainerDriver(name)
+    """Return a new driver, which has started nothing yet.
+
+    Raises:
+        SandboxError: no installed package has it.
+    """
+    points = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if not points:
+        raise SandboxError(
+            f"no package with the sandbox driver {name!r} is installed: {install_command(package='sandbox')}"
+        )
+    driver: SandboxDriver = next(iter(points)).load()()
+    return driver
+
+
+async def check_sandboxes(name: DriverName = "bubblewrap") -> list[SandboxCheck]:
+    """Check every promise on this machine; see `SandboxDriver.check`."""
+    try:
+        driver = make_driver(name)
+    except SandboxError as error:
+        return [SandboxCheck("sandboxes", False, str(error))]
+    try:
+        return await driver.check()
+    finally:
+        await driver.close()
 
 
 async def open_lease(limits: SandboxLimits) -> SandboxLease:

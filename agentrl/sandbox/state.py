@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.core.errors import EntriesError
-from agentrl.sandbox.file_tree import FileRecord, contents_limit
+from agentrl.sandbox.files import FileRecord, contents_limit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence

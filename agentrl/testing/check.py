@@ -54,6 +54,7 @@ from agentrl.journal.entries import (
     ResourceCallEntry,
     ToolEntry,
     TurnEntry,
+    sum_by_key,
 )
 from agentrl.observe.blocked_loop import PROGRAM_REMEDY, watch_event_loop
 from agentrl.observe.blocked_loop import REMEDY as BLOCKING_REMEDY
@@ -79,7 +80,7 @@ from agentrl.testing.execution import (
 from agentrl.testing.hash_order import may_depend_on_hash_order
 from agentrl.testing.load_clock import LoadClock, TimeLimit
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
-from agentrl.testing.malformed_reply_check import EpisodeFormatReward, always, find_format_reward_faults
+from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults, one_seat
 from agentrl.testing.new_process import (
     IMPORTS,
     DeadProcessError,
@@ -1108,11 +1109,14 @@ def check_format(subject: Subject, result: CheckResult) -> None:
             return outcome.text
         subject.format_episodes.append(outcome)
         broken = outcome.counts.of_all_policies("broken turns") > 0
-        return EpisodeFormatReward(reward=outcome.header.reward or 0.0, broken=broken)
+        rewarded = [each for each in outcome.header.trajectories if each.reward is not None]
+        rewards = sum_by_key((each.seat, each.reward or 0.0) for each in rewarded)
+        return EpisodeFormatReward(rewards, broken)
 
     faults = find_format_reward_faults(
         play,
         subject.tasks,
+        environment.seats,
         random_policy(environment),
         has_tools=issubclass(environment, ToolEnvironment),
         limit=TimeLimit(FORMAT_S),
@@ -1262,48 +1266,58 @@ def _check_demonstrated_calls(calls: Sequence[ToolEntry], result: CheckResult) -
 
 
 def check_answers(subject: Subject, result: CheckResult) -> None:
-    """Play replies that should not win, and the answers in the tasks' data, which should."""
+    """Play replies of one seat that should not win, and the answers in the tasks' data, which should."""
     environment = subject.environment
+    others = random_policy(environment)
 
-    def play(task: Task, text: str) -> float | None:
+    def play(seat: str, task: Task, text: str) -> float | None:
         subject.on_progress("playing answers", f"task {task.id!r}")
-        script, size = always(text), len(text.encode())
+        script, size = one_seat(seat, text, others), len(text.encode())
         executing = execute_episode(
             environment, spec_of(environment, task, 0, subject.seed), script, max_tokens=size + MAX_TOKENS
         )
         outcome = event_loop.run(executing)
         if isinstance(outcome, Failure):
             return None
-        if task.id not in prompts:
+        if (seat, task.id) not in prompts:
             turns = (body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry))
-            messages = next((turn.messages for turn in turns), ())
+            messages = next((turn.messages for turn in turns if turn.seat == seat), ())
             texts = [message.get("content") for message in messages if message.get("role") == "user"]
-            prompts[task.id] = "\n".join(text for text in texts if isinstance(text, str))
-        return outcome.header.reward
+            prompts[seat, task.id] = "\n".join(text for text in texts if isinstance(text, str))
+        return sum(each.reward or 0.0 for each in outcome.header.trajectories if each.seat == seat)
 
-    prompts: dict[str, str] = {}
+    def prompt(seat: str, task: Task) -> str:
+        return prompts.get((seat, task.id), "")
+
+    prompts: dict[tuple[str, str], str] = {}
     tools = environment.tool_table().values() if issubclass(environment, ToolEnvironment) else ()
     other_rewards = [*subject.rewards, *(episode.header.reward or 0.0 for episode in subject.format_episodes)]
-    faults = find_reward_faults(
-        play,
-        subject.tasks,
-        limit=TimeLimit(ANSWERS_S),
-        prompt=lambda task: prompts.get(task.id, ""),
-        reward_code=getattr(environment, "reward", None),
-        tools=[tool.spec for tool in tools],
-        best_random=math.inf if subject.has_won_demonstration else max(other_rewards, default=-math.inf),
-        demonstrates=not subject.is_external,
-    )
-    if faults.easy_win:
-        result.fault(faults.easy_win)
-    if faults.is_cut and not faults.has_won:
+    faults = [
+        find_reward_faults(
+            partial(play, seat),
+            subject.tasks,
+            limit=TimeLimit(ANSWERS_S / len(environment.seats)),
+            prompt=partial(prompt, seat),
+            reward_code=getattr(environment, "reward", None),
+            tools=[tool.spec for tool in tools],
+            best_random=math.inf if subject.has_won_demonstration else max(other_rewards, default=-math.inf),
+            demonstrates=not subject.is_external,
+        )
+        for seat in environment.seats
+    ]
+    for seat, of_seat in zip(environment.seats, faults, strict=True):
+        if of_seat.easy_win:
+            result.fault(f"seat {seat!r}: {of_seat.easy_win}" if len(faults) > 1 else of_seat.easy_win)
+    has_won, is_cut = any(each.has_won for each in faults), any(each.is_cut for each in faults)
+    if is_cut and not has_won:
         result.leave_out("answers of tasks, and replies that should not win", ANSWERS_S)
-    elif faults.is_cut:
-        tried = f" (played without a win: {', '.join(faults.tried)})" if faults.tried else ""
-        result.leave_out(f"replies that should not win{tried}", ANSWERS_S)
-    elif faults.no_win and subject.constant_reward is None:
-        result.warn(faults.no_win)
-    elif subject.is_external and not faults.has_won and len(set(subject.rewards)) == 1 < len(subject.rewards):
+    elif is_cut:
+        tried = ", ".join(dict.fromkeys(name for each in faults for name in each.tried))
+        without = f" (played without a win: {tried})" if tried else ""
+        result.leave_out(f"replies that should not win{without}", ANSWERS_S)
+    elif all(each.no_win for each in faults) and subject.constant_reward is None:
+        result.warn(faults[0].no_win)
+    elif subject.is_external and not has_won and len(set(subject.rewards)) == 1 < len(subject.rewards):
         result.remarks.append(
             f"All {len(subject.rewards)} rewards were equal ({subject.rewards[0]:.3f}), and the check knows no reply "
             "that earns more: look at what `reward` compares."

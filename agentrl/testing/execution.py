@@ -45,13 +45,14 @@ from agentrl.environment.demonstrations import DemonstratedReplies, format_reply
 from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment
 from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment, held_programs
+from agentrl.environment.loaded_code import check_loaded_code
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.journal.entries import JournalEntry, SeatSettings, TurnEntry
 from agentrl.journal.memory import MemoryJournal
-from agentrl.journal.port import EpisodeEnd
+from agentrl.journal.port import Admission, EpisodeEnd
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher, make_dispatcher
 from agentrl.orchestrator.host import DispatchingHost
@@ -319,13 +320,13 @@ class _Stage:
         dispatcher, journal, log = self._dispatcher, self._journal, self._log
         for entry in prefix:
             log.append(entry)
-        journal.admit(spec)
+        journal.write(Admission(spec=spec))  # not a member of a group
         try:
             running = self._runner.run(spec, self._environment, prefix, answers=answers)
             header = await self._ended(asyncio.get_running_loop().create_task(running), spec)
             if isinstance(header, Failure):
                 return header
-            await dispatcher.worker.drain()
+            await dispatcher.changed.wait_for(lambda: not len(dispatcher.in_flight))
         except GlobalRandomError:
             raise
         except EpisodeError as error:
@@ -337,10 +338,10 @@ class _Stage:
         if self._failures:
             return Failure(f"a child episode failed: {self._failures[0]}")
         if dispatcher.worker.last_failure:
-            is_late = any(end.header.drop_reason == "episode_timeout" for end in journal.of_kind(EpisodeEnd))
-            text = f"a child episode was dropped: {dispatcher.worker.last_failure}"
-            return Failure(text, "episode_timeout" if is_late else "")
+            late = {str(end.header.drop_reason) for end in journal.of_kind(EpisodeEnd)} & {"episode_timeout"}
+            return Failure(f"a child episode was dropped: {dispatcher.worker.last_failure}", "".join(late))
         ends = {end.spec.episode_id: end for end in journal.of_kind(EpisodeEnd)}
+        dispatcher.buffer.counts.count_committed(ends[spec.episode_id].counted)
         return ExecutedEpisode(
             header=header,
             entries=self.entries(spec),
@@ -580,6 +581,7 @@ def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed:
         InputError: the task or a reply has another form.
     """
     environment_class = resolve(environment)
+    check_loaded_code(environment_class)
     if not isinstance(task, Task):
         raise InputError(f"play: the task is {reprlib.repr(task)}; write agentrl.Task(id=…, data={{…}})")
     texts = _texts(replies)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -28,12 +27,13 @@ from torch import Tensor
 from agentrl.config.algorithms import LOSSES
 from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.core.custom_functions import GROUPINGS, FunctionDeclaration, Grouping, find_function
-from agentrl.core.errors import AgentRLError, GroupTooSmallError, LossError, Unscorable, describe_user_code_error
+from agentrl.core.errors import AgentRLError, GroupTooSmallError, LossError, describe_user_code_error
 from agentrl.core.records import (
     AgentTurns,
     ForkPoint,
     Message,
     PolicyVersion,
+    Score,
     Scored,
     Task,
     ToolCall,
@@ -42,9 +42,9 @@ from agentrl.core.records import (
 )
 from agentrl.core.text import plural
 from agentrl.core.tokens import LOSS_COLUMNS, Completion, Tokens
-from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group
+from agentrl.credit.group_baselines import leave_one_out
 from agentrl.credit.trees import AgentKey, tree_pieces
 from agentrl.environment.rewards import finite_reward
 from agentrl.learn.loss_batch import LossBatch, TokenGradients
@@ -177,8 +177,6 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     try:
         for variant in _groupings(loss):
             _check_grouping(variant, report, hints=reference not in LOSSES and not loss.mark.groups_option)
-        if loss.mark.linear:
-            _check_linear(loss, report)
     except AgentRLError as error:
         report.findings.append(f"a part of a step: {error}")
     return report
@@ -217,23 +215,6 @@ def _check_grouping(loss: Loss, report: FunctionReport, *, hints: bool) -> None:
         tokens = "that token" if finest == "token" else f"the tokens of its {finest}"
         report.hints.append(
             f'each token\'s loss depended on {tokens} alone: @agentrl.loss(groups="{finest}") {_GAINS[finest]}'
-        )
-
-
-def _check_linear(loss: Loss, report: FunctionReport) -> None:
-    """Compare the derivatives on policy with the advantages, which differ within a conversation."""
-    step = next(_steps())
-    advantages: Any = np.random.default_rng(3).normal(size=len(step.columns))
-    tokens = step.columns.tokens.with_column("logprobs", step.logprobs.numpy()).with_column("advantages", advantages)
-    columns = replace(step.columns, tokens=tokens)
-    derivatives = _evaluate(loss, replace(step, columns=columns)).by_logprob.numpy()
-    constant = derivatives @ advantages / (advantages @ advantages)
-    if np.allclose(derivatives, constant * advantages, rtol=TOLERANCE, atol=TOLERANCE):
-        report.passed.append("on policy, its gradient is linear in the advantages, as declared")
-    else:
-        report.findings.append(
-            "@agentrl.loss(linear=True) promises that on policy, the derivative by a token's log-probability is its "
-            "advantage times a constant, and it is not: leave linear out"
         )
 
 
@@ -355,9 +336,6 @@ def check_scorer(reference: str) -> FunctionReport:
         before = repr(conversation)
         try:
             values[name], second_value = (asyncio.run(_score(function, conversation)) for _ in range(2))
-        except Unscorable as why:
-            report.hints.append(f"{name}: it cannot be judged ({why}); set scorers.NAME.unscorable")
-            continue
         except Exception as error:  # noqa: BLE001 - the user's code
             report.findings.append(f"{name}: it raised {describe_user_code_error(error)}")
             continue
@@ -390,9 +368,6 @@ def _check_group_scorer(report: FunctionReport, function: Any) -> FunctionReport
         before = repr(group)
         try:
             values = asyncio.run(_scored_group(function, group))
-        except Unscorable as why:
-            report.hints.append(f"{name}: it cannot be judged ({why}); set scorers.NAME.unscorable")
-            continue
         except Exception as error:  # noqa: BLE001 - the user's code
             report.findings.append(f"{name}: it raised {describe_user_code_error(error)}")
             continue
@@ -410,12 +385,14 @@ def _check_group_scorer(report: FunctionReport, function: Any) -> FunctionReport
 async def _scored_group(function: Any, group: Sequence[Scored]) -> list[float | None]:
     values = function(group)
     values = await values if inspect.isawaitable(values) else values
+    values = values.value if isinstance(values, Score) else values
     return [None if value is None else finite_reward(value, "a score") for value in values]
 
 
 async def _score(function: Any, conversation: Scored) -> float | None:
     value = function(conversation)
     value = await value if inspect.isawaitable(value) else value
+    value = value.value if isinstance(value, Score) else value
     return None if value is None else finite_reward(value, "it")
 
 
@@ -476,11 +453,6 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             for a, b in zip(advantages[at], reordered_value, strict=False)
         ):
             report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
-        if estimator.mark.linear and not _is_linear(estimator, group):
-            report.findings.append(
-                f"{name}: @agentrl.advantage(linear=True) promises that a member's advantage is its reward times a "
-                "constant, minus something that its own reward does not change, and it is not: leave linear out"
-            )
         if report.findings:
             return report
     unit = "piece" if over_trees else "agent"
@@ -495,27 +467,6 @@ def _values(estimator: AdvantageEstimator, group: Group) -> list[tuple[float, ..
     if estimator.mark.over == "tree":
         return [tuple(values) for values in estimator.of_trees(group)]
     return [credit.by_turn or (credit.value,) for credit in estimator(group)]
-
-
-def _is_linear(estimator: AdvantageEstimator, group: Group) -> bool:
-    """Whether the first agent's advantage is its reward times one constant, plus a number that others determine."""
-    slopes = []
-    for others in (group.rewards[1:], tuple(reward + 0.5 * at for at, reward in enumerate(group.rewards[1:]))):
-        values = []
-        for own in (0.125, 0.75, 4.25):
-            rewards = (own, *others)
-            named = tuple((("reward", reward),) for reward in rewards)
-            changed = replace(group, rewards=rewards, named_rewards=named, turn_rewards=())
-            changed = _with_trees(changed) if estimator.mark.over == "tree" else changed
-            values.append([(own, advantage) for advantage in _values(estimator, changed)[0]])
-        slopes += [
-            [(b - a) / (y - x) for (x, a), (y, b) in zip(*pair, strict=True)] for pair in itertools.pairwise(values)
-        ]
-    return all(
-        math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-        for slope in slopes
-        for a, b in zip(slope, slopes[0], strict=True)
-    )
 
 
 def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
@@ -545,11 +496,9 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
 
 
 def _with_trees(group: Group) -> Group:
-    """Return the group with its agents in trees of up to four: a main episode with a branch and, later, with two. Every
-    second main episode has a probe at its beginning and one after two turns."""
+    """Return the group with its agents in trees of up to four: a main episode with a branch and, later, with two."""
     agents: list[AgentKey] = []
     branches: dict[str, ForkPoint] = {}
-    probes: dict[AgentKey, float] = {}
     for at in range(len(group.rewards)):
         main, place = f"e{at // 4}", at % 4
         call, branch = ("r#1", 1) if place == 1 else ("r#5", place - 1)
@@ -559,16 +508,8 @@ def _with_trees(group: Group) -> Group:
             branches[name] = ForkPoint(
                 journal=".", partition="", episode_id=main, attempt=0, call_id=call, branch=branch, turns=turns
             )
-        elif at % 8 == 0:
-            for call, number in (("r#0", 0), ("r#3", 2)):
-                probe = f"{main}~0.{call}.b1"
-                branches[probe] = ForkPoint(
-                    journal=".", partition="", episode_id=main, attempt=0, call_id=call, branch=1, probe=True,
-                    turns=(AgentTurns("agent", 0, number),),
-                )  # fmt: skip
-                probes[probe, "agent", 0] = group.rewards[at] / 2
         agents.append((name, "agent", 0))
-    pieces = tree_pieces(leave_one_out, group.rewards, agents, branches, probes)
+    pieces = tree_pieces(leave_one_out, group.rewards, agents, branches)
     return replace(group, episodes=tuple(agent[0] for agent in agents), pieces=tuple(map(tuple, pieces)))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, variance
 from typing import NamedTuple
 
@@ -37,7 +37,8 @@ MIN_REWARDS = 4
 class EpisodeFormatReward(NamedTuple):
     """Parts of an episode that this check needs."""
 
-    reward: float
+    rewards: Mapping[str, float]
+    """Rewards by seat."""
     broken: bool
     """Whether a turn broke the format, as counted by the runner and the environment."""
 
@@ -58,13 +59,20 @@ Play = Callable[[Task, int, Script], EpisodeFormatReward | str]
 
 
 def find_format_reward_faults(
-    play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool, limit: TimeLimit
+    play: Play,
+    tasks: Sequence[Task],
+    seats: Sequence[str],
+    random_policy: Script,
+    *,
+    has_tools: bool,
+    limit: TimeLimit,
 ) -> FormatFaults:
-    """Return faults in an environment's rewards for the format.
+    """Return faults in an environment's rewards for the format. One seat breaks it while the others play well-formed.
 
     Args:
         play: plays one episode.
         tasks: tasks to play; only the first 16 are used.
+        seats: the environment's seats.
         random_policy: calls tools with valid arguments, or replies with a short text.
         has_tools: whether the environment has tools; otherwise the texts that it accepts are determined first,
             for up to a third of the time.
@@ -76,42 +84,49 @@ def find_format_reward_faults(
         policy = _legal_policy(play, tasks[0], random_policy, limit)
     if isinstance(policy, str):
         return FormatFaults([policy])
-    garbage: dict[str, list[float]] = {text: [] for text in GARBAGE}
-    valid_rewards: list[float] = []
+    broken: dict[tuple[str, str], list[float]] = {(seat, text): [] for text in GARBAGE for seat in seats}
+    valid: dict[str, list[float]] = {seat: [] for seat in seats}
     played = 0
     # First one episode of each kind on each task, so that slow episodes can be compared, too.
-    rounds = [*itertools.product(enumerate(tasks), [*((text, 0) for text in GARBAGE), (None, 0)])]
+    rounds = [*itertools.product(enumerate(tasks), [*((kind, 0) for kind in broken), (None, 0)])]
     rounds += itertools.product(enumerate(tasks), [(None, repeat) for repeat in range(1, REPEATS)])
-    for (number, task), (text, repeat) in rounds:
+    for (number, task), (kind, repeat) in rounds:
         if limit.left < 0:
             break
         played += 1
-        seed = number if text is not None else number * REPEATS + repeat
-        outcome = play(task, seed, policy if text is None else always(text))
+        seed = number if kind is not None else number * REPEATS + repeat
+        outcome = play(task, seed, policy if kind is None else one_seat(*kind, policy))
         if isinstance(outcome, str):
             # The reply is named only if it matters.
-            other = None if text is None else play(task, seed, random_policy)
-            return FormatFaults([f"task {task.id!r}{'' if other == outcome else f', {_reply_kind(text)}'}: {outcome}"])
-        if text is not None:
-            garbage[text].append(outcome.reward)
+            other = None if kind is None else play(task, seed, random_policy)
+            reply = "" if other == outcome else f", {_reply_kind(None if kind is None else kind[1])}"
+            return FormatFaults([f"task {task.id!r}{reply}: {outcome}"])
+        if kind is not None:
+            broken[kind].append(outcome.rewards.get(kind[0], 0.0))
         elif not outcome.broken:
-            valid_rewards.append(outcome.reward)
-    compared = [(fmean(rewards), text) for text, rewards in garbage.items() if len(rewards) >= MIN_REWARDS]
-    if len(valid_rewards) < MIN_REWARDS or not compared:
-        return FormatFaults([], played, len(rounds))
-    mean, text = max(compared, key=lambda item: item[0])
-    rewards = garbage[text]
-    error = math.sqrt(variance(valid_rewards) / len(valid_rewards) + variance(rewards) / len(rewards))
-    if mean <= fmean(valid_rewards) + 2 * error + 1e-9:
-        return FormatFaults([], played, len(rounds))
-    return FormatFaults(
-        [
-            f"breaking the format pays: a policy whose every turn says {text!r} earns {mean:.3f} on average, "
-            f"well-formed chance {fmean(valid_rewards):.3f} ({len(rewards)} and {len(valid_rewards)} episodes), so the "
-            "policy would learn to break it; reward a broken format below every legal end (including "
-            "`truncated_reward`, if it runs into a limit)"
+            for seat, rewards in valid.items():
+                rewards.append(outcome.rewards.get(seat, 0.0))
+    texts = []
+    for seat in seats:
+        compared = [
+            (fmean(rewards), text)
+            for (of, text), rewards in broken.items()
+            if of == seat and len(rewards) >= MIN_REWARDS
         ]
-    )
+        if len(valid[seat]) < MIN_REWARDS or not compared:
+            continue
+        mean, text = max(compared, key=lambda item: item[0])
+        rewards = broken[seat, text]
+        error = math.sqrt(variance(valid[seat]) / len(valid[seat]) + variance(rewards) / len(rewards))
+        if mean > fmean(valid[seat]) + 2 * error + 1e-9:
+            of_seat = f" of seat {seat!r}" if len(seats) > 1 else ""
+            texts.append(
+                f"breaking the format pays: a policy{of_seat} whose every turn says {text!r} earns {mean:.3f} on "
+                f"average, well-formed chance {fmean(valid[seat]):.3f} ({len(rewards)} and {len(valid[seat])} "
+                "episodes), so the policy would learn to break it; reward a broken format below every legal end "
+                "(including `truncated_reward`, if it runs into a limit)"
+            )
+    return FormatFaults(texts, played, len(rounds))
 
 
 def _legal_policy(play: Play, task: Task, otherwise: Script, limit: TimeLimit) -> Script | str:
@@ -136,6 +151,16 @@ def _reply_kind(text: str | None) -> str:
 def always(text: str) -> Script:
     """Return a policy whose every turn is a text."""
     return _one_of([text])
+
+
+def one_seat(seat: str, text: str, others: Script) -> Script:
+    """Return a policy whose every turn of one seat is a text."""
+    said = always(text)
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
+        return (said if request.seat.endswith(f".{seat}") else others)(request, policy, version)
+
+    return script
 
 
 def _one_of(texts: Sequence[str]) -> Script:

@@ -33,9 +33,9 @@ from agentrl.core import event_loop
 from agentrl.core.errors import EnvironmentDefinitionError, is_user_code
 from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import random_stream
+from agentrl.core.parent_death import die_with_parent
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.process import die_with_parent
 from agentrl.engines.scripted import Script
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import module_of, resolve

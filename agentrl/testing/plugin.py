@@ -87,12 +87,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sim: runs under the simulated loop over many seeds (AGENTRL_SIM_SEEDS widens)")
 
 
-def pytest_report_header() -> str:
-    """Name the seeds of simulated tests."""
-    seeds = _simulation().seeds(0)
-    return f"simulated tests: seeds {', '.join(map(str, seeds)) if len(seeds) < 4 else f'{seeds[0]} to {seeds[-1]}'}"
-
-
 def _simulation() -> SeededSimulation:
     seed = _number("AGENTRL_SIM_SEED")
     if seed is not None:

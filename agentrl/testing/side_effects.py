@@ -168,7 +168,8 @@ def _is_for_model(frame: FrameType | None, source: str) -> bool:
 
 def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
     """Return a description of an audit event; None if the event changes nothing outside."""
-    if arguments and "__pycache__" in str(arguments[0]):  # the first import of a module stores its bytecode
+    # The first import of a module stores its bytecode. `str` of other objects may run their code.
+    if arguments and issubclass(type(arguments[0]), str | bytes | os.PathLike) and "__pycache__" in str(arguments[0]):
         return None
     if event == "open":
         path, mode, flags = arguments

@@ -1,4 +1,4 @@
-"""One run of a recipe of tinker-cookbook, unmodified, against `agentrl serve tinker`."""
+"""One run of a recipe of tinker-cookbook, unmodified, against `agentrl-tinker`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import agentrl
 from agentrl.config.load import load
-from agentrl.tinker.config import load_server
+from agentrl_tinker.config import load_server
 from benchmarks.anchors.cases import ROOT, Arm, Recipe
 from benchmarks.anchors.processes import Ended, run_python, wait
 
@@ -27,12 +27,12 @@ def train(recipe: Recipe, run: Path, seed: int, *, quick: bool) -> tuple[Ended, 
     if not PYTHON.exists():
         raise SystemExit(f"the SDK and its cookbook are not installed: {INSTALL}; or set TINKER_PYTHON")
     shown = run.relative_to(ROOT) if run.is_relative_to(ROOT) else run
-    serve = ["serve", "tinker", recipe.server, f"--directory={shown.parent}", f"--name={run.name}", f"--seed={seed}"]
+    serve = [recipe.server, f"--directory={shown.parent}", f"--name={run.name}", f"--seed={seed}"]
     settings = {**recipe.settings, **(QUICK if quick else {}), "log_path": f"{shown}/recipe"}
     arguments = ["-m", recipe.module, *(f"{name}={value}" for name, value in settings.items())]
     key = {"TINKER_API_KEY": f"tml-{secrets.token_hex(16)}"}
     server = subprocess.Popen(
-        [sys.executable, "-m", "agentrl.cli", *serve, "--port=0", "--json"],
+        [str(Path(sys.executable).with_name("agentrl-tinker")), *serve, "--port=0", "--json"],
         cwd=ROOT,
         env={**os.environ, **key},
         stdout=subprocess.PIPE,
@@ -51,7 +51,7 @@ def train(recipe: Recipe, run: Path, seed: int, *, quick: bool) -> tuple[Ended, 
         served = wait(server)
         server.stdout.close()
     whole = Ended(ended.code, ended.cpu_s + served.cpu_s, max(ended.peak_mib, served.peak_mib), ended.errors)
-    return whole, f"{shlex.join(['agentrl', *serve])} & {shlex.join(['python', *arguments])}"
+    return whole, f"{shlex.join(['agentrl-tinker', *serve])} & {shlex.join(['python', *arguments])}"
 
 
 def held_out_curve(arm: Arm, run: Path, seed: int) -> list[list[float]]:

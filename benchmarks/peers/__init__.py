@@ -18,8 +18,6 @@ Contestants (`contenders.py`; their scripts are in `contestants/`):
 * `agentrl_process`: the embedded engine in its own process (`engine.replicas = 1`). Otherwise it shares Python's global
   lock with the trainer and the episodes, and waiting for it took about a fifth of a calculator step.
 * `agentrl_vllm_unbounded`: with slow tools, agentrl's default in place of TRL's bound on staleness.
-* `agentrl_vllm_masked`: with slow tools, admission does not wait for that bound, and older tokens are left out of the
-  step (`over_lag = "mask"`); they count as wasted.
 * `trl_async`: TRL's asynchronous trainer with a vLLM server of the same version and arguments that agentrl uses. It
   does not start on a CPU as shipped; `contestants/trl_cpu_patch.py` is the smallest patch with which it does.
   `trl_async_merged` sends merged weights by `contestants/trl_merged_weights.py`.

@@ -339,9 +339,8 @@ def settings_of(contender: Contender, part: str, training: Training) -> dict[str
     if contender.config:
         config = load(SCRIPTS / contender.config, overrides(contender, training))
         solver = config.policies["solver"]
-        bound = "mean at most" if solver.max_lag is None else "at most"
-        older = "older tokens masked" if solver.over_lag == "mask" else "none dropped"
-        words["staleness"] = f"{bound} {solver.max_staleness}, {older}" if solver.max_staleness else "0"
+        bound = "mean at most {}, none dropped" if solver.max_lag is None else "at most {}, older tokens masked"
+        words["staleness"] = bound.format(solver.max_staleness) if solver.max_staleness else "0"
         words["in_flight"] = str(config.max_in_flight)
         if config.engine.slots < config.max_in_flight:
             words["in_flight"] += f", {config.engine.slots} sampled at once"

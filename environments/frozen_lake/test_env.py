@@ -51,11 +51,16 @@ def test_anything_but_one_letter_of_a_move_is_illegal(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("moves", "shaped", "held_out"),
-    [("DDRDRR", 1.0, 1.0), ("RD", -0.25, 0.0), ("RR", 0.5 * 2 / 6, 0.0), ("U", 0.0, 0.0), ("Rx", -0.5, 0.0)],
+    [("DDRDRR", 1.0, 1.0), ("RD", -0.25, 0.0), ("RR", 0.5 * 2 / 6 - 0.25, 0.0), ("U", -0.25, 0.0), ("Rx", -0.5, 0.0)],
 )
 def test_rewards(moves: str, shaped: float, held_out: float) -> None:
     assert reward_of(moves) == pytest.approx(shaped)
     assert reward_of(moves, shaped=False) == held_out
+
+
+def test_walking_to_and_fro_pays_no_more_than_a_hole() -> None:
+    assert reward_of("RL" * 8) == reward_of("RD") == -0.25
+    assert reward_of("DDRD") > reward_of("RL" * 8), "coming closer pays"
 
 
 def test_breaking_the_format_scores_below_every_legal_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ class Imitation(agentrl.Environment):
         agent = ctx.agent("agent", tools=_tools(ctx.task.data["tools_of"]))
         new_messages: list[agentrl.Message] = []
         for message in ctx.task.data["messages"]:
-            if message["role"] == "assistant" and not message.get(GIVEN):
+            if _is_trained(message):
                 await agent.act(*new_messages, reply=message["content"])
                 new_messages = []
             else:
@@ -50,7 +51,15 @@ class Imitation(agentrl.Environment):
 
     @classmethod
     def tasks(
-        cls, split: Split, *, seed: int = 0, path: str = "", where: str = "", best: int = 0, tools_of: str = ""
+        cls,
+        split: Split,
+        *,
+        seed: int = 0,
+        path: str = "",
+        where: str = "",
+        best: int = 0,
+        seat: str = "",
+        tools_of: str = "",
     ) -> TaskSource:
         """Return the conversations of a file or run.
 
@@ -60,6 +69,7 @@ class Imitation(agentrl.Environment):
             path: a file with a line `{"messages": [{"role": …, "content": …}, …]}` per conversation, or a run.
             where: filter for a run's episodes, such as `reward > 0.5`.
             best: number of a run's episodes per task, by largest reward; 0: all.
+            seat: seat of a run to imitate; by default the only rewarded one.
             tools_of: environment with the tools to offer to the policy.
 
         Raises:
@@ -69,9 +79,9 @@ class Imitation(agentrl.Environment):
         if not path:
             raise InputError("environment.options.path: the file of conversations, or the run, is missing")
         if Path(path).is_dir():
-            conversations = list(_of_run(Path(path), where, best))
-        elif where or best:
-            raise InputError(f"environment.options: where and best select episodes of a run, but {path} is a file")
+            conversations = list(_of_run(Path(path), where, best, seat))
+        elif where or best or seat:
+            raise InputError(f"environment.options: where, best and seat select turns of a run, but {path} is a file")
         else:
             conversations = list(_of_file(Path(path)))
         if not conversations:
@@ -124,32 +134,45 @@ def _check_line(line: Any, where: str) -> list[dict[str, str]]:
     return messages_of[: last + 1]
 
 
-def _of_run(path: Path, where: str, best: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _of_run(path: Path, where: str, best: int, seat: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield the conversations of the chosen or only rewarded seat. A turn that was cut is context, because its end is
+    unknown."""
     with contextlib.closing(RunReader(path)) as reader:
+        columns = reader.reward_columns()
+        if not seat and columns not in ([], ["reward"]):
+            seats = " or ".join(repr(column.removeprefix("reward/")) for column in columns if "/" in column)
+            raise InputError(f"environment.options.seat: {path} rewards several seats; name one to imitate, {seats}")
         # A template that rewrites its history begins rows too, which continue the conversation.
         has_restarts = reader.config().get("model", {}).get("history") != "fork"
         by_task: dict[str, list[Any]] = defaultdict(list)
         if reader.purpose() == "train":  # its evaluations are of held-out tasks
             where = f"purpose != evaluate and ({where})" if where.strip() else "purpose != evaluate"
-        for line in reader.episodes(where, sort="reward", limit=MAX_EPISODES):
+        for line in reader.episodes(where, sort=f"reward/{seat}" if seat else "reward", limit=MAX_EPISODES):
             if line.stop_reason is not None:
                 by_task[line.task].append(line)
+        turns = cut = 0
         for lines in by_task.values():
             for line in lines[: best or None]:
-                view = read_conversation(reader, line.episode)
-                for name, messages in _conversations(view, has_restarts=has_restarts).items():
-                    yield f"{line.episode}:{name}", messages
+                conversations: dict[str, list[dict[str, Any]]] = defaultdict(list)
+                for act in read_conversation(reader, line.episode).acts:
+                    if not isinstance(act, PolicyTurn) or act.seat not in ([seat] if seat else line.rewards):
+                        continue
+                    is_cut = act.finish_reason != "stop"
+                    turns, cut = turns + 1, cut + is_cut
+                    name = f"{act.seat}[{act.index}]" + (f".{act.row}" if act.row and has_restarts else "")
+                    conversations[name] += [
+                        {**message, GIVEN: True} if message["role"] == "assistant" else message
+                        for message in act.messages
+                    ]
+                    reply = {"role": "assistant", "content": act.text}
+                    conversations[name].append({**reply, GIVEN: True} if is_cut else reply)
+                for name, messages in conversations.items():
+                    trained = [n for n, message in enumerate(messages, 1) if _is_trained(message)]
+                    if trained:
+                        yield f"{line.episode}:{name}", messages[: trained[-1]]
+        if cut:
+            warnings.warn(f"{cut} of {turns} turns of {path} were cut, and are not imitated", stacklevel=1)
 
 
-def _conversations(view: Any, *, has_restarts: bool) -> Mapping[str, list[dict[str, Any]]]:
-    """Return the conversations of each agent with turns: one, and one more from each `restart` on."""
-    conversations: dict[str, list[dict[str, Any]]] = {}
-    for act in view.acts:
-        if isinstance(act, PolicyTurn):
-            name = f"{act.seat}[{act.index}]" + (f".{act.row}" if act.row and has_restarts else "")
-            conversation = conversations.setdefault(name, [])
-            conversation += [
-                {**message, GIVEN: True} if message["role"] == "assistant" else message for message in act.messages
-            ]
-            conversation.append({"role": "assistant", "content": act.text})
-    return conversations
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and not message.get(GIVEN)

@@ -70,8 +70,10 @@ class Solve(Calculator):
             seed: seed of the training sums.
             held_out: number of sums.
         """
-        sums = (held_out_sums() if split == "held_out" else drawn_sums(split, seed))[:held_out]
-        return [agentrl.Task(id=f"{split}-{number}", data=problem.task()) for number, problem in enumerate(sums)]
+        sums = held_out_sums()
+        if split != "held_out":
+            sums = tuple(problem for problem in drawn_sums(split, seed) if problem.key not in examined_keys())
+        return [agentrl.Task(id=f"{split}-{at}", data=problem.task()) for at, problem in enumerate(sums[:held_out])]
 
 
 def drawn_sums(*seeds: str | int) -> tuple[Sum, ...]:

@@ -52,6 +52,16 @@ def test_the_solver_is_examined_on_as_many_sums_of_each_length() -> None:
     assert len(ProposeAndSolve.tasks("train")) == 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_no_training_sum_is_held_out_in_any_order(seed: int) -> None:
+    held_out, training = (
+        {Sum(task.data["question"].removesuffix(" =")).key for task in Solve.tasks(split, seed=seed)}
+        for split in ("held_out", "train")
+    )
+    assert len(training) > 300
+    assert not held_out & training
+
+
 def test_what_the_solver_is_examined_on_is_refused_in_any_order() -> None:
     [task] = ProposeAndSolve.tasks("train")
     question = next(

@@ -56,9 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{result.path}: {result.parameters:,} parameters, {result.vocabulary} tokens, {result.steps} training steps")
     print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{note}")
     if result.interrupted:
-        print("interrupted: the model is that of its last step; more steps may raise its reward")
-    elif result.explanation:
+        print("interrupted: the model is that of its last step")
+    if result.explanation:
         print(f"the held-out reward did not rise: {result.explanation}")
+    elif result.interrupted:
+        print("more steps may raise its reward")
     elif result.steps == options.steps and result.goal is not None and result.reward < result.goal:
         print(
             "the held-out reward did not reach its goal. Reinforcement learning can start from this model; to start "

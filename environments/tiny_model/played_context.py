@@ -216,16 +216,9 @@ class PlayedContext(EpisodeContext):
         """Return 0: branches need a run."""
         return 0
 
-    async def branch(self, n: int, *, probe: bool = False) -> int:
+    async def branch(self, n: int) -> int:
         """Return 0 and start nothing, as in an evaluation."""
         return 0
-
-    async def resample(self, n: int, *, at: int, weight: float = 1.0) -> None:
-        """Start nothing, as in an evaluation."""
-
-    async def roulette(self, survival: float) -> bool:
-        """Return True, as in an evaluation."""
-        return True
 
     async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Return an empty recollection: this context remembers no proposals."""

@@ -45,6 +45,8 @@ CORPUS = 2000
 """Maximum number of demonstrations on whose text the tokenizer is trained."""
 NUM_DEMONSTRATIONS = 50_000
 """Number of different demonstrations; further steps repeat them."""
+SHORT_LIST = 2_000
+"""Number of training tasks up to which a model that sees the same ones again and again memorizes them."""
 NUM_EVAL_TASKS = 64
 """Number of held-out tasks that measure success."""
 MEASURED_EVERY = 20
@@ -88,7 +90,8 @@ class TinyModelResult:
     goal: float | None
     """Held-out reward at which the warm-up ends; None without `demonstrated`."""
     explanation: str
-    """Why the held-out reward did not rise, and what to change; empty if it rose, or after Ctrl-C."""
+    """Why the held-out reward did not rise, and what to change; empty if it rose, or if Ctrl-C left no time to find
+    out."""
     interrupted: bool
     """Whether Ctrl-C ended the training."""
 
@@ -139,7 +142,8 @@ def build_tiny_model(
         if demonstrations is None
         else _read(Path(demonstrations), environment_class)
     )
-    on_progress("playing demonstrations")
+    memorized = "" if demonstrations is not None else fixed_list(config, environment_class)
+    on_progress(memorized or "playing demonstrations")
     demonstration_reward = (
         None if demonstrations is not None else _demonstrated_reward(environment_class, held_out, seed, early)
     )
@@ -152,7 +156,9 @@ def build_tiny_model(
             if isinstance(environment, str)
             else f"{environment_class.__module__}:{environment_class.__qualname__}"
         )
-        builder = _Builder(config, environment_class, held_out, scratch, target, reference, seed, on_progress)
+        builder = _Builder(
+            config, environment_class, held_out, scratch, target, reference, seed, on_progress, memorized=memorized
+        )
         outcome = builder.build(source, steps, until, demonstration_reward)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -440,6 +446,8 @@ class _Builder:
     on_progress: Callable[[str], None]
     sizes: _Sizes = field(default_factory=_Sizes)
     has_kept: bool = False
+    memorized: str = ""
+    """Result of `fixed_list`."""
 
     def build(
         self, source: _DemonstrationSource | list[Demonstration], steps: int, until: float, target: float | None
@@ -506,7 +514,7 @@ class _Builder:
         tiny_model.save_model(model, directory, stop_tokens=stop)
         keep()  # before the last measurement: there may be no time for it
         progress.record(self._measure(f"step {progress.step}, the last"))
-        return keep("" if interrupted else self._explain(before, progress.reward, target))
+        return keep(self._explain(before, progress.reward, target, interrupted=interrupted))
 
     def _make_tokenizer(self, corpus: Sequence[Demonstration]) -> tuple[TemplateChatFormat, int]:
         """Write the tokenizer of a corpus with its chat template, and measure the corpus with it.
@@ -574,10 +582,12 @@ class _Builder:
             finally:
                 partial.unlink(missing_ok=True)
 
-    def _explain(self, before: float, reward: float, demonstration_reward: float | None) -> str:
+    def _explain(self, before: float, reward: float, demonstration_reward: float | None, *, interrupted: bool) -> str:
         """Explain a held-out reward that did not rise, with the reward on training tasks; empty if it rose."""
         if has_risen(before, reward, demonstration_reward):
             return ""
+        if interrupted:  # there is no time to measure more
+            return self.memorized
         tasks = task_source(self.config.environment, self.config.seed, self.environment, "train")
         training_tasks = [tasks[number] for number in range(min(NUM_EVAL_TASKS, len(tasks)))]
         return explain_flat_reward(
@@ -611,6 +621,23 @@ def _error_messages(tools: Sequence[ToolSpec]) -> Sequence[Message]:
     """Return observations of wrong calls, for their lengths."""
     unknown = f"no tool 'x'; tools: {', '.join(tool.name for tool in tools)}"
     return [Message(role="tool", content=f"error: {text}") for text in (unknown, describe_malformed_call("{"))]
+
+
+def fixed_list(config: RunConfig, environment: type[Environment]) -> str:
+    """Say that the training tasks are a short list that every seed repeats; empty if they are not."""
+    sources = [task_source(config.environment, config.seed + number, environment, "train") for number in range(2)]
+    num_tasks = len(sources[0])
+    if max(map(len, sources)) > SHORT_LIST:
+        return ""
+    first, second = (
+        sorted(json.dumps(dict(tasks[at].data), sort_keys=True) for at in range(num_tasks)) for tasks in sources
+    )
+    if first != second:
+        return ""
+    return (
+        f"every seed has the same training tasks ({num_tasks}), and the model memorizes so short a list. Draw more of "
+        "them from `seed`, and hold out other combinations of the same words"
+    )
 
 
 def has_risen(before: float, reward: float, demonstration_reward: float | None) -> bool:
@@ -721,7 +748,6 @@ tasks = 256           # held-out tasks, before the first step and after the last
 
 [best]
 metric = "reward/mean"  # the version with the best mean of 5 steps is kept, in case the reward falls later
-# stop_fall = 0.2       # ends the run once the mean is this far below the best
 """
 
 

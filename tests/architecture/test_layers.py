@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,54 @@ def test_everything_but_learning_and_serving_runs_without_the_heavy_stack(packag
         "        importlib.import_module(found.name)"
     )
     assert not modules_after(statement).intersection({"torch", "ray", "vllm", "transformers", "peft"})
+
+
+ASKS_WHETHER_NEW = re.compile(r"\.is_new\b|\bcall\.recorded\b|\.is_replaying\b|\.is_resumed\b")
+
+
+def test_no_code_but_the_journal_of_calls_asks_whether_a_call_is_new(repository: Path) -> None:
+    rollout = repository / "agentrl/rollout"
+    asking = [str(each) for each in rollout.rglob("*.py") if ASKS_WHETHER_NEW.search(each.read_text())]
+    assert [each for each in asking if each.split("/")[-2] != "calls"] == []
+
+
+COUNTS_OF_STEPS = {
+    "agentrl/engines/scripted.py": 1,  # of one lineage, which the line compares first
+    "agentrl/engines/version_table.py": 1,  # the same
+    "agentrl/learn/trainer.py": 1,  # steps that were taken, here and in the next two
+    "agentrl/observe/alarms.py": 1,
+    "agentrl/observe/run_state.py": 2,
+    "agentrl/orchestrator/evaluation.py": 2,  # of several policies, which are evaluated at one step
+    "agentrl/orchestrator/versions.py": 2,  # of versions that a deterministic run pins, all on its line
+}
+"""Number of places that compare `.step` without `Lines`; none may be added."""
+
+
+def test_only_the_tree_of_lineages_compares_versions_by_their_steps() -> None:
+    found: Counter[str] = Counter()
+    for source in sources("agentrl"):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+                sides = [node.left, node.right]
+            else:
+                continue
+            is_fixed = any(isinstance(side, ast.Constant) for side in sides)
+            found[source.path] += not is_fixed and any(_is_step(side) for side in sides)
+    assert found.pop("agentrl/core/records.py") == 2
+    assert +found == COUNTS_OF_STEPS
+
+
+def test_no_part_of_the_loop_rebuilds_its_state_beside_the_log() -> None:
+    names = [
+        f"{source.path}: {node.name}"
+        for source in sources("agentrl/orchestrator", "agentrl/credit", "agentrl/journal", "agentrl/app")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("restore")
+    ]
+    assert names == [], "the records of the log are applied, live and in a resume"
+
+
+def _is_step(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in ("step", "oldest_step")

@@ -12,12 +12,15 @@ import pytest
 
 import agentrl
 import agentrl.formats
+import agentrl.parts
+import agentrl.sandbox
 from agentrl.core import machine
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment import registry
 from tests.architecture.sources import ROOT, sources
 
-PUBLIC = {"agentrl": set(agentrl.__all__), "agentrl.formats": set(agentrl.formats.__all__)}
+MODULES = (agentrl, agentrl.formats, agentrl.parts, agentrl.sandbox)
+PUBLIC = {module.__name__: set(module.__all__) for module in MODULES}
 PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 
 
@@ -45,9 +48,10 @@ def private_imports(tree: ast.Module) -> list[str]:
         "import agentrl.core.errors",
         "import agentrl as framework",
         "from agentrl.core.records import Task",
-        "from agentrl.formats.session import Session",
+        "from agentrl.core.tokens import Tokens",
         "from agentrl import core",
-        "from agentrl.formats import runner",
+        "from agentrl.formats import core",
+        "from agentrl.parts import learner",
     ],
 )
 def test_an_import_of_a_private_name_is_found(line: str) -> None:
@@ -59,15 +63,16 @@ def test_packages_import_only_public_names() -> None:
     assert not {source.path: found for source in files if (found := private_imports(source.tree))}
 
 
-def test_each_public_name_of_formats_is_one_that_a_package_uses_and_exists() -> None:
+@pytest.mark.parametrize("module", [agentrl.formats, agentrl.parts], ids=lambda module: module.__name__)
+def test_each_name_that_is_public_for_packages_is_one_that_a_package_uses_and_exists(module: Any) -> None:
     text = "\n".join(source.text for file in PROJECTS for source in sources(f"packages/{file.parent.name}/src"))
     names = {
         node.id
         for node in ast.walk(ast.parse(text.replace("from __future__", "from future")))
         if isinstance(node, ast.Name)
     }
-    assert PUBLIC["agentrl.formats"] <= names
-    assert all(hasattr(agentrl.formats, name) for name in agentrl.formats.__all__)
+    assert PUBLIC[module.__name__] <= names
+    assert all(hasattr(module, name) for name in module.__all__)
 
 
 def test_agentrl_knows_each_package_and_its_environments() -> None:
@@ -78,7 +83,7 @@ def test_agentrl_knows_each_package_and_its_environments() -> None:
     for folder, found in projects.items():
         assert found["name"] == f"{core['name']}-{folder}"
         assert found["version"] == core["version"]
-        environments |= found["entry-points"].get(registry.ENTRY_POINT_GROUP, {})
+        environments |= found.get("entry-points", {}).get(registry.ENTRY_POINT_GROUP, {})
     packages = {name: reference.partition(".")[0] for name, reference in environments.items()}
     assert packages == registry.PACKAGED_ENVIRONMENTS
     for name, reference in environments.items():

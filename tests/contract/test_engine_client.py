@@ -126,7 +126,6 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
     "message",
     [
         protocol.ServeVersionsRequest(call=1, current=[weights_of(1)], pinned=[]),
-        protocol.WeightTransferEnded(number=1),
     ],
 )
 def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: rpc.WireMessage) -> None:

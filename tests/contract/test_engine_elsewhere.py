@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from agentrl.core import rpc
-from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, TrainerError, VersionsRefusedError
-from agentrl.core.files import DELTA_FILES
+from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, VersionsRefusedError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -23,18 +20,12 @@ from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.remote.client import EngineClient, ProcessEngine
 from agentrl.engines.remote.connection import EngineConnection
 from agentrl.engines.weights import version_files
-from agentrl.engines.weights.gloo import GlooSender
-from agentrl.engines.weights.senders import PublishedWeightSource, WeightDestination, WeightSenders
 from agentrl.engines.weights.version_files import PIECE_BYTES, VersionFiles
 from tests.contract.elsewhere import (
     START,
     Elsewhere,
-    asking_program,
     program,
-    tensors_of,
     written,
-    written_changes,
-    written_full,
 )
 
 REQUEST = GenerateRequest(
@@ -120,75 +111,6 @@ def test_a_version_that_two_requests_need_is_sent_once(tmp_path: Path, monkeypat
     asyncio.run(main())
 
 
-def test_a_process_that_holds_the_base_is_sent_the_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any other process is sent the whole version: after a lost delta, with a damaged base, and after a restart."""
-    sent: list[str] = []
-    send_piece = VersionFiles._send_piece
-
-    def send(
-        files: VersionFiles, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, *piece: Any
-    ) -> None:
-        sent.append(name)
-        send_piece(files, weights, pieces, name, *piece)
-
-    monkeypatch.setattr(VersionFiles, "_send_piece", send)
-    versions = [written_full(tmp_path / "0.1", 1)]
-    for _ in range(6):
-        versions.append(written_changes(versions[-1]))
-
-    async def main() -> None:
-        engine = await made(tmp_path)
-
-        async def serve(step: int) -> set[str]:
-            sent.clear()
-            await engine.serve([versions[step - 1]], ())
-            session = engine.open(f"session {step}", "solver")
-            completion = await session.generate(REQUEST)
-            session.close()
-            assert [span.version.step for span in completion.spans] == [step]
-            return set(sent)
-
-        whole, changes = {"model.safetensors"}, set(DELTA_FILES)
-        assert await serve(1) == whole
-        assert await serve(2) == changes
-        assert len(sent) == 2, "the changes fit into one message"
-        assert await serve(4) == whole, "version 3 was lost"
-        received = received_versions(engine.supervisor.process_id)
-        with (received / versions[3].sha256 / "model.safetensors").open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"x")
-        assert await serve(5) == changes | whole
-        assert sorted(path.name for path in received.iterdir()) == [versions[4].sha256]
-        assert engine.supervisor.process_id is not None
-        os.kill(engine.supervisor.process_id, signal.SIGKILL)
-        while not engine.supervisor.losses:
-            await asyncio.sleep(0.01)
-        sent.clear()
-        await engine.ready()
-        assert set(sent) == whole
-        assert await serve(6) == changes
-        await engine.close()
-
-    asyncio.run(main())
-
-
-def test_a_damaged_delta_is_refused_where_the_version_needs_it(tmp_path: Path) -> None:
-    first = written_full(tmp_path / "0.1", 1)
-    second = written_changes(first)
-    (Path(first.path) / DELTA_FILES[0]).write_text("{}")
-
-    async def main() -> None:
-        engine = await made(tmp_path)
-        await engine.serve([first], ())
-        for name, reason in (("delta.bin", r"delta\.bin ends within a frame"), ("delta.json", r"json is damaged")):
-            (Path(second.path) / name).write_text("{}")
-            with pytest.raises(EngineError, match=rf"solver@0\.2 refused: .*0\.2/.*{reason}"):
-                await engine.serve([second], ())
-        await engine.close()
-
-    asyncio.run(main())
-
-
 class UnansweredWriter:
     """Notes what is written in one iteration of the event loop; nothing is answered."""
 
@@ -213,7 +135,7 @@ def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Pa
     async def main() -> None:
         writer, reader = UnansweredWriter(), asyncio.StreamReader()
         connection = EngineConnection(reader, writer, on_message=lambda reply: None, on_end=lambda why: None)
-        connection.files = VersionFiles(connection, "another", only_headers=True)
+        connection.files = VersionFiles(connection, "another")
         serving = asyncio.create_task(connection.serve([written(tmp_path / "1", 1, 1000)], ()))
         while not writer.sent:
             await asyncio.sleep(0.01)
@@ -226,152 +148,18 @@ def test_an_adapter_and_the_request_to_serve_it_take_one_round_trip(tmp_path: Pa
     asyncio.run(main())
 
 
-class Trainer:
-    """Rank 0, in a thread: sends some versions, and refuses the others."""
-
-    def __init__(self, *steps: int) -> None:
-        self.told: list[str] = []
-        self.sent: list[int] = []
-        self._steps = steps
-        self._senders = WeightSenders(GlooSender)
-
-    async def deliver(self, version: PolicyVersion, address: str) -> None:
-        if version.step not in self._steps:
-            raise TrainerError("it is busy")
-        tensors = tensors_of(version.step)
-        source = PublishedWeightSource(tensors, iter(tensors.items()))
-        recipient = WeightDestination(number=0, address=address, transport="gloo", processes=1, silence_s=60.0)
-        await asyncio.to_thread(self._senders.send, source, version, recipient)
-        self.sent.append(version.step)
-
-
-async def connected(directory: Path, trainer: Trainer) -> ProcessEngine:
-    engine = ProcessEngine(asking_program(directory), START, placement=Elsewhere(), tell=trainer.told.append)
-    engine.deliver = trainer.deliver
-    return await engine.ready()
-
-
-@pytest.mark.exhaustive
-def test_a_trainer_sends_all_weights_and_of_their_file_only_the_header_travels(tmp_path: Path) -> None:
-    async def main() -> None:
-        trainer = Trainer(1, 2, 3)
-        engine = await connected(tmp_path, trainer)
-        for step in (1, 2):
-            await engine.serve([written_full(tmp_path / str(step), step)], ())
-        assert engine.supervisor.process_id is not None
-        os.kill(engine.supervisor.process_id, signal.SIGKILL)
-        while not engine.supervisor.losses:
-            await asyncio.sleep(0.01)
-        await engine.ready()  # it asks for version 2 again
-        await engine.serve([written_full(tmp_path / "3", 3)], ())
-        while engine._send_tasks:  # the trainer leaves the group after the engine has served
-            await asyncio.sleep(0.01)
-        assert trainer.sent == [1, 2, 2, 3]
-        assert not any("the trainer did not send" in line for line in trainer.told)
-        await engine.close()
-
-    asyncio.run(main())
-
-
-def test_what_no_trainer_sends_is_asked_for_as_a_file(tmp_path: Path) -> None:
-    async def main() -> None:
-        trainer = Trainer(2)
-        engine = await connected(tmp_path, trainer)
-        for step in (1, 2, 3):
-            await engine.serve([written_full(tmp_path / str(step), step)], ())
-        assert trainer.sent == [2]
-        assert trainer.told == [
-            f"the trainer did not send solver@0.{step} (it is busy); the engine loads the published file"
-            for step in (1, 3)
-        ]
-        changed = written_full(tmp_path / "4", 4)
-        os.truncate(tmp_path / "4" / "model.safetensors", 500)
-        with pytest.raises(EngineError, match="other files than were published"):
-            await engine.serve([changed], ())
-        refusing = refuse_versions(engine.supervisor.process_id)
-        with pytest.raises(VersionsRefusedError, match=r"solver@0\.5 refused: machine .*: .* make room") as refusal:
-            await engine.serve([written_full(tmp_path / "5", 5)], ())
-        assert [type(error) for error in refusal.value.refused.values()] == [EngineStorageError]
-        refusing.unlink()
-        completion = await engine.open("session", "solver").generate(REQUEST)
-        assert [span.version.step for span in completion.spans] == [3]
-        await engine.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.exhaustive
-def test_an_unexpected_error_of_the_trainer_leaves_no_engine_waiting(tmp_path: Path) -> None:
-    async def main() -> None:
-        trainer = Trainer()
-        engine = await connected(tmp_path, trainer)
-
-        async def fail(version: PolicyVersion, address: str) -> None:
-            raise RuntimeError("nobody expected this")
-
-        engine.deliver = fail
-        await engine.serve([written_full(tmp_path / "1", 1)], ())
-        (told,) = trainer.told
-        assert "solver@0.1 (RuntimeError('nobody expected this'))" in told
-        await engine.close()
-
-    asyncio.run(main())
-
-
-class Keeps:
-    """A connection to a process that keeps pieces of files, and asks nothing."""
+class FullDisk:
+    """A connection to a process whose disk takes no piece."""
 
     def __init__(self) -> None:
-        self.kept = b""
+        self.asked = 0
 
     def next_call(self) -> int:
         return 1
 
     async def ask(self, call: int, message: protocol.Request) -> protocol.Reply:
-        assert isinstance(message, protocol.WeightChunk)
-        assert message.start == len(self.kept)
-        self.kept += message.data
-        return rpc.Acknowledgement(call=call)
-
-
-@pytest.mark.exhaustive
-def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
-    """As after a step that changed nothing: the header came with the first, the rest is asked for by the second."""
-
-    async def main() -> None:
-        connection = Keeps()
-        files = VersionFiles(connection, "another", only_headers=True)
-        first = written_full(tmp_path / "1", 1)
-        second = replace(first, version=first.version._replace(step=2))
-        content = (tmp_path / "1" / "model.safetensors").read_bytes()
-        for request, weights in enumerate((first, second)):
-            pieces: list[asyncio.Task[None]] = []
-            await files.send(request, [weights], pieces)
-            await asyncio.gather(*pieces)
-            files.answered(request, [weights])
-            assert len(connection.kept) < 1000
-        await files.send_remainder(first.version)
-        assert len(connection.kept) < 1000, "it is no longer wanted"
-        for _ in range(2):
-            await files.send_remainder(second.version)
-            assert connection.kept == content
-        assert files.take_failures([second]) == {}
-
-    asyncio.run(main())
-
-
-class IsFull(Keeps):
-    """Its disk takes no piece."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = 0
-
-    async def ask(self, call: int, message: protocol.Request) -> protocol.Reply:
         self.asked += 1
-        if self.asked > 1:  # the header fits
-            raise EngineStorageError("no space")
-        return rpc.Acknowledgement(call=call)
+        raise EngineStorageError("no space")
 
 
 @pytest.mark.exhaustive
@@ -379,13 +167,12 @@ def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypa
     monkeypatch.setattr(version_files, "PIECE_BYTES", 1 << 16)
 
     async def main() -> None:
-        connection, weights = IsFull(), written_full(tmp_path / "1", 1)
-        files = VersionFiles(connection, "another", only_headers=True)
+        connection, weights = FullDisk(), written(tmp_path / "1", 1, 20 << 16)
+        files = VersionFiles(connection, "another")
         pieces: list[asyncio.Task[None]] = []
         await files.send(0, [weights], pieces)
         await asyncio.gather(*pieces)
-        await files.send_remainder(weights.version)
-        assert connection.asked == 1 + version_files.PIECES
+        assert connection.asked == version_files.PIECES
         (error,) = files.take_failures([weights]).values()
         assert isinstance(error, EngineStorageError)
 

@@ -90,8 +90,8 @@ def test_the_place_of_an_adapter_changes_no_bit(zoo: ModelZoo, tmp_path: Path) -
     assert asyncio.run(outcome(0)) == asyncio.run(outcome(3))
 
 
-def test_a_turn_under_an_adapter_of_experts_is_bit_equal_alone_and_in_company(zoo: ModelZoo, tmp_path: Path) -> None:
-    model = lora_model(zoo, "qwen3_moe", experts=True)
+def test_a_turn_under_an_adapter_of_a_mixture_is_bit_equal_alone_and_in_company(zoo: ModelZoo, tmp_path: Path) -> None:
+    model = lora_model(zoo, "qwen3_moe")
     fill_adapter(model, 1)
     weights = Publisher(tmp_path).publish(version(1), model)
 

@@ -147,9 +147,6 @@ class Host:
     def readmit(self, spec: EpisodeSpec) -> None:
         raise EngineError("no second attempt here")
 
-    def record_episode_metrics(self, spec: EpisodeSpec, header: Any, counted: Any) -> None:
-        pass
-
 
 def worker_over(
     engine: Engine, journal: MemoryJournal, sampling: dict[str, Any], partition: str = "0"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -16,7 +18,6 @@ from agentrl.core.records import (
     PolicyVersion,
     Proposal,
     RoleMeanAtAdmission,
-    Score,
     StepReport,
     TrainBatch,
     TrajectoryCredit,
@@ -26,18 +27,16 @@ from agentrl.core.records import (
 )
 from agentrl.journal.entries import (
     JournalEntry,
-    NondeterministicValueEntry,
     PartialTurnTokens,
-    ScoreEntry,
     decode_partial_turn,
-    encode_body,
     encode_partial_turn,
 )
 from agentrl.journal.memory import MemoryJournal
-from agentrl.journal.port import StepRow, UnitDropped, VersionPublication
+from agentrl.journal.port import Admission, ControlRecord, EpisodeEnd, StepRow, UnitDropped, VersionPublication
 from agentrl.journal.reader import TurnLogReader
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.support.builders import make_completion, make_episode_header, make_spec
+from tests.support.dispatched import members, ready_units
 
 if TYPE_CHECKING:
     import pytest
@@ -50,7 +49,7 @@ async def finish(journal: AnyJournal, spec: EpisodeSpec, *, drop_reason: str | N
     log.append(entry(spec, 0))
     await log.flush()
     header = make_episode_header(spec, drop_reason=drop_reason, location=EpisodeDataLocation(log.name, 1))
-    await journal.commit_episode(spec, header, b"d" * 16, {})
+    await journal.commit(EpisodeEnd(spec, header, b"d" * 16, {}))
     return header
 
 
@@ -136,10 +135,10 @@ def test_units_are_ready_until_they_are_consumed_or_dropped(on_journal: OnJourna
         journal.record(UnitDropped("e1", 0, "policy", "stale"))
         await journal.flush()
 
-        ready = list(journal.ready_units({"policy": first}))
+        ready = list(ready_units(journal, {"policy": first}))
         assert [header for _, header in ready] == [headers[2]]
         assert [spec.episode_id for spec, _ in ready] == ["e2"]
-        without_manifest = [spec.episode_id for spec, _ in journal.ready_units({})]
+        without_manifest = [spec.episode_id for spec, _ in ready_units(journal, {})]
         assert without_manifest == ["e0", "e2", "e3"], "before the first checkpoint nothing was consumed"
 
     on_journal(scenario)
@@ -154,45 +153,30 @@ def test_the_rewards_and_states_of_turns_come_back_with_their_trajectories(on_jo
         plain = make_episode_header(spec, location=EpisodeDataLocation(log.name, 1))
         rewarded = replace(plain.trajectories[0], turn_rewards=((0, 0.1), (2, -1.5)), turn_states=bytes(24))
         header = replace(plain, trajectories=(rewarded,))
-        await journal.commit_episode(spec, header, b"d" * 16, {})
-        assert [found for _, found in journal.members({spec.group_id})] == [header]
+        await journal.commit(EpisodeEnd(spec, header, b"d" * 16, {}))
+        assert [found for _, found in members(journal, {spec.group_id})] == [header]
 
     on_journal(scenario)
 
 
-def test_proposals_come_back_in_order_the_newest_and_those_of_unfinished_episodes(
-    on_journal: OnJournal,
-) -> None:
+def test_records_come_back_in_the_order_of_the_log(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
-        made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", f"key {n % 2}", "3 terms") for n in range(6)]
-        for proposal in (*made, made[2]._replace(number=9)):
-            journal.record(proposal)
-        for number in (0, 2, 3, 4):
-            await finish(journal, make_spec(f"e{number}"))
+        first, second = make_spec("e0"), make_spec("e1")
+        scores = GroupScores(first.group_id, "scorer", 1.0, (MemberScore("e0", "agent", 0, 0.5),), "", 0.25)
+        weights = WeightsRef(version=PolicyVersion("policy", 0, 1), path="/w", kind="adapter", sha256="ab")
+        counts = {"policy": PolicyCounts(1, {"x": 1.0}), "other": PolicyCounts(2, {})}
+        end = EpisodeEnd(spec=first, header=make_episode_header(first), metrics={"x": 1.0}, counts=counts)
+        records: list[ControlRecord] = [
+            *(Admission(spec=first), Admission(spec=second)),
+            *(Proposal(0, "e1", 0, "r#1", "Propose", "key", ""), end, scores),
+            Admission(spec=replace(second, attempt=1)),
+            *(UnitDropped("e0", 0, "policy", "frozen"), VersionPublication(weights, PolicyVersion("policy", 0, 0))),
+        ]
+        superseded = EpisodeEnd(spec=second, header=dropped_header(second, "engine_lost"))
+        journal.record(*records, superseded)
         await journal.flush()
-        assert list(journal.proposals()) == made, "told twice, known once"
-        assert list(journal.proposals(2)) == [made[1], made[4], made[5]]
-
-    on_journal(scenario)
-
-
-def test_proposals_of_dropped_episodes_and_of_attempts_begun_anew_do_not_come_back(
-    on_journal: OnJournal,
-) -> None:
-    async def scenario(journal: AnyJournal) -> None:
-        made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", "key", "") for n in range(6)]
-        for proposal in made:
-            journal.admit(make_spec(proposal.episode_id))
-            journal.record(proposal)
-        for number in (0, 1, 4):
-            await finish(journal, make_spec(f"e{number}"))
-        dropped = make_spec("e5")
-        await journal.commit_episode(dropped, dropped_header(dropped, "environment_error"), b"", {})
-        journal.admit(make_spec("e3", attempt=1))
-        await journal.flush()
-        assert list(journal.proposals()) == [made[0], made[1], made[2], made[4]]
-        assert list(journal.proposals(2)) == [made[2], made[4]]
-        assert list(journal.proposals(3)) == [made[1], made[2], made[4]]
+        assert list(journal.history()) == records
+        assert journal.next_seq() == len(records) + 1
 
     on_journal(scenario)
 
@@ -205,10 +189,10 @@ def test_a_header_comes_back_with_whom_it_was_measured_against(on_journal: OnJou
         log.append(entry(spec, 0))
         against = (PolicyVersion("judge", 0, 7), PolicyVersion("solver", 1, 3))
         header = replace(make_episode_header(spec, location=EpisodeDataLocation(log.name, 1)), measured_against=against)
-        await journal.commit_episode(spec, header, b"d" * 16, {})
+        await journal.commit(EpisodeEnd(spec, header, b"d" * 16, {}))
         other = await finish(journal, make_spec("e1"))
         await journal.flush()
-        found = {header.episode_id: header.measured_against for _, header in journal.members()}
+        found = {header.episode_id: header.measured_against for _, header in members(journal)}
         assert found == {"e0": against, "e1": other.measured_against}
         assert other.measured_against == ()
 
@@ -230,39 +214,11 @@ def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(on_journal: O
 def test_scores_of_a_group_come_back_as_they_were_recorded(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         members = (MemberScore("e0", "agent", 0, 0.1 + 0.2), MemberScore("e1", "agent", 0, None))
-        judged = PolicyVersion("solver", 1, 3)
-        one = GroupScores("g0", "ruler", 0.5, members, "first", 0.25, judged, 12, 4, 1.5)
+        one = GroupScores("g0", "ruler", 0.5, members, "first", 1.5)
         other = GroupScores("g0", "noted", None, members)
         journal.record(one, other)
         await journal.flush()
-        assert journal.group_scores() == {"g0": [other, one]}
-
-    on_journal(scenario)
-
-
-def test_the_newest_scores_of_each_content_are_found(on_journal: OnJournal) -> None:
-    async def scenario(journal: AnyJournal) -> None:
-        log = journal.turn_log("0")
-        judge = PolicyVersion("solver", 0, 3)
-        scores = [
-            ("a.0.0?judge", b"content1", ScoreEntry("a", 0, 0.25, 0, "judge", 1.0, note="old")),
-            ("a.0.1?judge", b"content1", ScoreEntry("a", 0, 0.5, 1, "judge", 1.0, note="new", judged_by=judge)),
-            ("a.0.2?judge", b"content2", ScoreEntry("a", 0, -1.0, 2, "judge", 1.0, difference_of=2.0)),
-            ("a.0.3?judge", b"content3", NondeterministicValueEntry("score", None)),
-            ("a.0.4?judge", b"", ScoreEntry("a", 0, 9.0, 4, "judge", 1.0)),
-            ("a.0.5?prejudge", b"content5", ScoreEntry("a", 0, 9.0, 5, "prejudge", 1.0)),
-        ]
-        for call_id, content, body in scores:
-            log.append(JournalEntry("e0", 0, call_id, content, encode_body(body)))
-        await log.flush()
-        found = journal.newest_scores("judge", 10)
-        assert {key: score.value for key, score in found.items()} == {
-            b"content1": 0.5,
-            b"content2": 2.0,
-            b"content3": None,
-        }
-        assert found[b"content1"] == Score(0.5, "new", cached=True, judged_by=judge, content=b"content1")
-        assert set(journal.newest_scores("judge", 2)) <= {b"content2", b"content3"}
+        assert list(journal.history()) == [one, other]
 
     on_journal(scenario)
 
@@ -280,12 +236,35 @@ def test_after_a_rollback_only_the_surviving_lineage_has_consumed(on_journal: On
         await journal.flush()
 
         def ready_at(version: PolicyVersion) -> list[str]:
-            return [header.episode_id for _, header in journal.ready_units({"policy": version})]
+            return [header.episode_id for _, header in ready_units(journal, {"policy": version})]
 
         assert ready_at(versions[2]) == ["e2"]
         assert ready_at(versions[1]) == ["e1", "e2"]
         assert ready_at(again) == ["e1"]
         assert journal.highest_lineage() == 1
+
+    on_journal(scenario)
+
+
+def test_steps_of_undone_lineages_do_not_count_as_taken_and_repeated_weights_are_known(on_journal: OnJournal) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        def publish(version: PolicyVersion, parent: PolicyVersion | None, sha256: str) -> None:
+            journal.record(VersionPublication(replace(weights(version), sha256=sha256), parent))
+
+        version = functools.partial(PolicyVersion, "policy")
+        for step in range(5):
+            publish(version(0, step), version(0, step - 1) if step else None, f"{step:064}")
+        publish(version(1, 2), version(0, 2), "2" * 64)  # the checkpoint of step 2, written anew
+        await journal.flush()
+        assert journal.newest_steps() == {"policy": 2}
+        publish(version(1, 3), version(1, 2), f"{3:064}")
+        publish(version(1, 4), version(1, 3), "5" * 64)
+        await journal.flush()
+        lines, now = journal.lines(), version(1, 4)
+        assert journal.newest_steps() == {"policy": 4}
+        assert lines.weights(version(1, 2)) == version(0, 2)
+        assert [lines.survives(version(0, step), now) for step in range(5)] == [True, True, True, True, False]
+        assert (lines.age(version(0, 3), now), lines.age(version(0, 4), now)) == (1, 1)
 
     on_journal(scenario)
 

@@ -14,6 +14,7 @@ from agentrl.core.records import EpisodeDataLocation, EpisodeSpec
 from agentrl.core.tokens import EncodedTokens
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import JournalEntry, PartialTurnTokens, encode_body, encode_partial_turn, episode_digest
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.journal_cases import entries_with
@@ -128,7 +129,7 @@ async def moved(path: Path, *, committed: bool) -> list[JournalEntry]:
     entries = second.read("e0", 0)
     if committed:
         header = make_episode_header(spec, location=EpisodeDataLocation(second.name, 3))
-        await journal.commit_episode(spec, header, episode_digest(entries), {})
+        await journal.commit(EpisodeEnd(spec, header, episode_digest(entries), {}))
         first.append(entry(spec, 1))  # a worker that was given up, and lived on: nobody asks it any more
         first.append(entry(spec, 2))
         await journal.flush()

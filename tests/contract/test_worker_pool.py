@@ -375,6 +375,8 @@ def test_what_is_cancelled_is_not_told_and_can_go_on_later_with_fewer_workers(tm
             at.submit(*(at.spec(f"e{number}") for number in range(4)))
             await at.until(lambda: len(at.reached()) == 4)
             await at.worker.cancel()
+            at.dispatcher.in_flight.clear()
+            at.running.clear()
             assert not at.ends
             assert len(at.journal.unfinished()) == 4
             again = at.spec("e7")

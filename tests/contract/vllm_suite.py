@@ -42,7 +42,6 @@ SUITES = {
         "test_engine_vllm_full.py",
         "test_engine_vllm_full_probe.py",
         "test_engine_vllm_merged.py",
-        "test_engine_vllm_transfer.py",
         "test_engine_vllm_capacity.py",
     ],
     "adapters_bfloat16": ["test_engine_bfloat16.py"],

@@ -24,6 +24,7 @@ from agentrl.engines.remote.client import ProcessEngine
 from agentrl.environment.containment import stop_loop_in_forked_process
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
+from agentrl.journal.port import Admission
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher, make_dispatcher
@@ -49,6 +50,8 @@ class Workplace:
     failure: BaseException | None = None
     times: Counter[str] = field(default_factory=Counter)
     """How often each episode's end was told."""
+    running: set[str] = field(default_factory=set)
+    """Submitted episodes whose end was not told."""
 
     @property
     def pool(self) -> WorkerPool:
@@ -69,11 +72,13 @@ class Workplace:
         if not resume:
             self.journal.admit(*specs)
         for spec in specs:
-            self.dispatcher.in_flight.add(spec)
+            self.running.add(spec.episode_id)
+            if spec.episode_id not in self.dispatcher.in_flight:
+                self.dispatcher.apply(Admission(spec=spec))
             self.worker.submit(spec, self._ended, resume=resume)
 
     def _ended(self, header: EpisodeHeader) -> None:
-        self.dispatcher.in_flight.remove(header.episode_id)
+        self.running.discard(header.episode_id)
         self.times[header.episode_id] += 1
         self.ends[header.episode_id] = header
 
@@ -92,8 +97,8 @@ class Workplace:
             await asyncio.sleep(0.005)
 
     async def drained(self) -> None:
-        """Wait until nothing is in flight."""
-        await self.worker.drain()
+        """Wait until nothing is in flight, and each end was told."""
+        await self.until(lambda: not (len(self.dispatcher.in_flight) or self.running))
         if self.failure is not None:
             raise self.failure
 

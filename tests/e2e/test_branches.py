@@ -14,8 +14,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from tests.contract.test_engine_vllm_process import needs_vllm
 from tests.journal_oracle import judge
-from tests.markdown_pages import ROOT, python_of
-from tests.support.branching_calculator import BranchingCalculator, ProbingCalculator, ResamplingCalculator
+from tests.support.branching_calculator import BranchingCalculator
 
 pytestmark = [pytest.mark.e2e]
 
@@ -47,25 +46,6 @@ def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys
     turns = first_turns(run)
     assert len(turns) > 10
     assert sum(turn.cached_tokens >= turn.parent_context - 1 for turn in turns) >= 0.9 * len(turns)
-
-
-@pytest.mark.exhaustive
-def test_turns_are_resampled_in_worker_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = agentrl.train(config(tmp_path, "run", workers=2), environment=ResamplingCalculator, quiet=True).path
-    assert judge(run, ended=True) == []
-    turns = first_turns(run)
-    assert len(turns) > 10
-    assert {turn.turn for turn in turns} == {1}
-    with contextlib.closing(RunReader(run)) as reader:
-        names = [line.episode for line in reader.episodes("purpose = 'train' and turns > 0", limit=1000)]
-    resampled = [name for name in names if "~" in name]
-    assert main(["episode", "why", str(run), resampled[0]]) == 0
-    assert "to sample a turn again, chosen when the end was known" in capsys.readouterr().out
-    assert main(["run", "stats", str(run)]) == 0
-    assert "(ctx.resample)" in capsys.readouterr().out
-    assert main(["episode", "replay", str(run), resampled[0]]) == 0
-    assert main(["episode", "fork", str(run), resampled[0], "--at=1"]) == 0
-    assert main(["run", "ledger", str(run)]) == 0
 
 
 def first_turns(run: Path) -> list[TurnEntry]:
@@ -112,34 +92,3 @@ def test_branches_run_in_ray_actors(tmp_path: Path) -> None:
     turns = first_turns(run)
     assert len(turns) > 10
     assert sum(turn.cached_tokens >= turn.parent_context - 1 for turn in turns) >= 0.9 * len(turns)
-
-
-@pytest.mark.exhaustive
-def test_probes_are_played_in_worker_processes_and_never_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (text,) = [text for text in python_of(ROOT / "docs/reference/trees.md") if "def vine_ppo(" in text]
-    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
-    settings = config(
-        tmp_path,
-        "run",
-        workers=2,
-        policies={"solver": {"learning_rate": 3e-4, "step_size": 8, "lora": {"rank": 4}}},
-        credit={"group_size": 4, "advantage": f"{tmp_path / 'mine.py'}:vine_ppo"},
-    )
-    run = agentrl.train(settings, environment=ProbingCalculator, quiet=True).path
-    assert judge(run, ended=True) == []
-    with contextlib.closing(RunReader(run)) as reader:
-        names = [line.episode for line in reader.episodes("purpose = 'train' and turns > 0", limit=1000)]
-        trained = {str(name) for (name,) in reader.log.rows("SELECT episode FROM step_units")}
-    probes = [name for name in names if "~" in name]
-    assert len(probes) >= 2 * 8
-    assert trained
-    assert not trained.intersection(probes)
-    assert main(["episode", "why", str(run), probes[0]]) == 0
-    shown = capsys.readouterr().out
-    assert "as a probe: its reward measures the value of the state" in shown
-    assert "dropped as probe" in shown
-    assert main(["episode", "replay", str(run), probes[0]]) == 0
-    assert main(["run", "ledger", str(run)]) == 0
-    assert "probe" in capsys.readouterr().out

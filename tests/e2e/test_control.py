@@ -37,7 +37,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.support.recording_trainer import RecordingTrainer
 
 class Slow(agentrl.Environment):
     seats = ("solver",)

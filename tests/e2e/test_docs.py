@@ -11,12 +11,11 @@ import pytest
 
 from tests.markdown_pages import PAGES, ROOT, blocks, python_of
 from tests.support import warm
+from tests.support.sample_run import write_sample_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 README = ROOT / "README.md"
-ALWAYS = (README, ROOT / "docs/how-to/evaluation.md")
-"""Pages whose Python `make test` runs; `make test-all` runs all."""
 SMALL = "--steps=2 --evaluation.tasks=8"
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 SHORTENED = """
@@ -43,14 +42,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "examples").symlink_to(ROOT / "examples")
     train = ["train", "examples/01_tool_use.toml", "--name=demo", *SMALL.split()]
     agentrl(directory, *train)
-    agentrl(directory, "demo", "--journal-only")
+    write_sample_run(directory / "runs")
     return directory
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=() if page in ALWAYS else pytest.mark.exhaustive, id=str(page.relative_to(ROOT)))
+        pytest.param(page, marks=() if page == README else pytest.mark.exhaustive, id=str(page.relative_to(ROOT)))
         for page in PAGES
         if python_of(page)
     ],

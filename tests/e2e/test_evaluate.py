@@ -188,13 +188,20 @@ class Endpoint(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_endpoint_is_evaluated_without_a_model_and_its_episodes_come_back() -> None:
+@pytest.fixture
+def of_endpoint(tmp_path: Path) -> agentrl.Evaluation:
+    """The evaluation of an endpoint, with its run in `tmp_path / "run"`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         remote = {"kind": "remote", "url": f"http://127.0.0.1:{server.server_address[1]}/v1", "model": "m"}
         config = agentrl.RunConfig.model_validate({"environment": {"id": "helped"}, "policies": {"teacher": remote}})
-        scored = agentrl.evaluate(config, environment=Helped)
+        scored = agentrl.evaluate(config, environment=Helped, journal=tmp_path / "run")
         server.shutdown()
+    return scored
+
+
+def test_an_endpoint_is_evaluated_without_a_model_and_its_episodes_come_back(of_endpoint: agentrl.Evaluation) -> None:
+    scored = of_endpoint
     assert scored["evaluation/reward"] == 0.75
     assert scored["evaluation/tokens"] == 7, "as the endpoint counts them"
     assert [(episode.task_id, episode.reward, episode.stop_reason, episode.tokens) for episode in scored.episodes] == [
@@ -203,9 +210,31 @@ def test_an_endpoint_is_evaluated_without_a_model_and_its_episodes_come_back() -
     ]
     asked, called, told, answered = scored.episodes[1].conversation
     assert (asked["role"], asked["content"]) == ("user", "2 * 1")
-    assert called["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    call = {"name": "double", "arguments": {"a": 1}}
+    assert called == {"role": "assistant", "content": "", "tool_calls": [call]}
     assert (told["role"], told["content"]) == ("tool", "2")
-    assert (answered["content"], answered["usage"]) == ("2", {"prompt_tokens": 20, "completion_tokens": 2})
+    assert answered == {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.usefixtures("of_endpoint")
+def test_the_reply_of_an_endpoint_is_what_the_environment_read_wherever_it_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = str(tmp_path / "run"), tmp_path / "out.jsonl"
+    first, second = agentrl.open_run(run).turns("task = 1")
+    call = {"name": "double", "arguments": {"a": 1}}
+    assert (first.text, first.content, first.calls) == ("", "", [call])
+    assert (second.text, second.content, second.calls) == ("2", "2", [])
+    assert main(["run", "export", run, "--to", "jsonl", "--out", str(out)]) == 0
+    episodes = [json.loads(line) for line in out.read_text().splitlines()]
+    (messages,) = [episode["agents"][0]["rows"][0]["messages"] for episode in episodes if episode["task_id"] == "1"]
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [call], "turn": 0}
+    assert messages[3] == {"role": "assistant", "content": "2", "turn": 1}
+    capsys.readouterr()
+    assert main(["episode", "show", run, first.episode]) == 0
+    shown = capsys.readouterr().out
+    assert 'double({"a": 1})' in shown
+    assert "usage" not in shown
 
 
 def test_episodes_of_trained_policies_come_back_too(base: Path) -> None:

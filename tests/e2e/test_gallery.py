@@ -9,6 +9,7 @@ import pytest
 
 from tests.gallery import NOT_HERE, Session, departures, printed, sessions, shape, workplace
 from tests.markdown_pages import ROOT
+from tests.support.sample_run import play_with_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -19,6 +20,7 @@ def test_every_command_prints_what_the_page_shows(
     sample_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workplace(tmp_path, sample_run))
+    play_with_script(monkeypatch)
     seen = 0
     for session in (session for page in PAGES for session in sessions(page)):
         if session.command.startswith(NOT_HERE):

@@ -222,7 +222,7 @@ def test_a_fork_of_a_program_that_changed_before_its_turn_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.external.agent.ORDER_S", 0.5)
+    monkeypatch.setattr("agentrl.rollout.calls.journal.ORDER_S", 0.5)
     run = played(endpoint, environment, capsys)
     (line,) = answered(["list", run, "--where", 'task = "1"'], capsys)
     written = Path(file).read_text()

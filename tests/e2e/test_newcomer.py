@@ -111,7 +111,7 @@ def say(directory: Path, *arguments: str, code: int, limit: int = 0) -> str:
     [
         (WRONG_SEAT, ["has no seat 'slover'", "its seats: 'solver'"]),
         (NO_TYPES, ["NoTypes.add", "parameter 'a' has no type", "`a: int`"]),
-        (OUTSIDE, ["env.py:18", "Planted.later, outside run()", "before run() returns", "ctx.gather"]),
+        (OUTSIDE, ["task Planted.later at", "env.py:18 in later", "outside run()", "ctx.gather"]),
         (BLOCKING, ["blocked", "env.py:11 in run: `time.sleep(1.5)", "ctx.sleep", "external=True"]),
         (UNSEEDED, ["run again", "ctx.rng", "line 11: `agent.reward(random.Random().random())`"]),
         (BROKEN_TOOL, ["tool add raised KeyError: 'sum' at", "env.py:6 in add", "return the reason as text"]),

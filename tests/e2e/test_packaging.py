@@ -102,7 +102,6 @@ def files(directory: Path) -> set[Path]:
         pytest.param([["env", "list"]], id="env list"),
         pytest.param([["env", "check", "word_sums/env.py"]], id="env check"),
         pytest.param([["train", "word_sums/train.toml", "--dry-run"]], id="dry run"),
-        pytest.param([["demo", "--journal-only"], ["run", "list"], ["episode", "list"]], id="sample run"),
     ],
 )
 def test_the_core_suffices_for_a_step(core: Path, tmp_path: Path, commands: list[list[str]]) -> None:

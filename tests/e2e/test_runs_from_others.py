@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from agentrl.journal.run_log import SqliteRunLog
 from tests.support import warm
 from tests.support.counting_listener import CountingListener
 
@@ -105,12 +107,8 @@ class Received:
 
     def replace_environment(self, name: str, task: dict[str, Any] | None = None) -> None:
         """Let every episode name another environment, and another task."""
-        for episode, attempt, body in self.rows("SELECT episode, attempt, spec FROM admissions"):
-            spec = DECODE(body)
-            spec["environment"] = name
-            spec["task"]["data"] = spec["task"]["data"] if task is None else task
-            where = "WHERE episode = ? AND attempt = ?"
-            self.rows(f"UPDATE admissions SET environment = ?, spec = ? {where}", name, ENCODE(spec), episode, attempt)
+        data = None if task is None else json.dumps(task)
+        self.rows("UPDATE admissions SET environment = ?, data = coalesce(?, data)", name, data)
         self.rows("UPDATE episodes SET environment = ?", name)
         for log in (self.path / "journal").glob("turns-*.db"):
             connection = sqlite3.connect(log)
@@ -355,11 +353,9 @@ def test_a_resumed_run_plays_only_environments_of_the_configuration(own: Path, t
     rows = received.rows("SELECT * FROM admissions WHERE purpose = 'train'")
     row = max(rows, key=lambda row: int(row[0].removeprefix("e")))
     number = int(row[0].removeprefix("e")) + 1
-    body = next(value for value in row if isinstance(value, bytes))
-    spec = DECODE(body)
-    new = {"episode_id": f"e{number}", "group_id": f"g{number}", "environment": f"{received.code}:Mine"}
-    changed = {body: ENCODE({**spec, **new}), **{spec[key]: value for key, value in new.items()}}
-    values = [changed.get(value, value) for value in row]
+    with contextlib.closing(SqliteRunLog(received.path / "journal")) as log:
+        new = {0: f"e{number}", 3: f"{received.code}:Mine", 7: f"g{number}", len(row) - 2: log.next_seq()}
+    values = [new.get(place, value) for place, value in enumerate(row)]
     received.rows(f"INSERT INTO admissions VALUES ({', '.join('?' * len(row))})", *values)
     received.sign()
     mine = f"--environment.id={own.parent.parent / 'mine.py'}:Mine"
@@ -420,7 +416,7 @@ def test_a_refusal_keeps_what_the_user_named(received: Received) -> None:
     assert again == [*command, "--environment", code, *options]
     finished = received.command(*again)
     assert finished.returncode == 0, finished.stderr
-    assert "f1" in finished.stdout
+    assert [line.split()[1] for line in finished.stdout.splitlines()[1:]] == ["finished", "finished"]
 
 
 def own_code(received: Received) -> str:
@@ -437,7 +433,7 @@ def test_a_received_run_sends_nothing_and_reads_no_variable(
 
     def change(config: dict[str, Any]) -> None:
         config["policies"]["evil"] = endpoint
-        config["scorers"]["judge"] = {"judge": "evil", "rubric": "x", "scale": [0, 1], "unscorable": 0.0}
+        config["seats"] = {"critic": "evil"}
 
     received.configure(change)
     said = {name: received.command(*command) for name, command in received.commands().items()}
@@ -445,6 +441,7 @@ def test_a_received_run_sends_nothing_and_reads_no_variable(
     for key in ("url", "model", "api_key_env"):
         assert f"policies.evil.{key}" in said["fork"].stderr
     options = [part for part in allowed(said["fork"]) if "api_key_env" not in part]
-    finished = received.command(*options, "--policies.evil.api_key_env=", f"--environment={own_code(received)}")
+    own_choices = ["--policies.evil.api_key_env=", f"--environment={own_code(received)}", "--policy=agent=evil"]
+    finished = received.command(*options, *own_choices)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert set(listener.tokens) == {None}, "the user's value is used instead of the run's"

@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +22,9 @@ from agentrl.core.text import escape_text
 from agentrl.core.tokens import EncodedTokens
 from agentrl.inspection.comparisons import compare_episodes_across_runs
 from agentrl.inspection.reader import RunReader
-from agentrl.inspection.timelines import run_timeline
 from agentrl.inspection.viewer import page
 from agentrl.journal.entries import JournalEntry, TurnEntry, encode_body
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 from tests.browser import Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, write, write_run
@@ -51,24 +50,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.needs("chromium")]
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_opens_from_its_address_on_a_screen_and_a_phone(tab: Tab, sample_file: str, view: str) -> None:
+    """Its texts have contrast in both themes, and the tab key leads on."""
     for width, height, theme in ((1280, 900, "light"), (360, 740, "dark")):
         tab.size(width, height, theme=theme)
         show(tab, sample_file + VIEWS[view])
+        assert faint_texts(tab) == []
+        assert lost_keys(tab) == []
         assert len(text(tab)) > 40
         assert not tab.evaluate("document.querySelector('.problem')?.innerText")
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.evaluate("document.querySelectorAll('#top nav [aria-current]').length") == 1
     assert tab.errors == []
     assert [address for address in tab.requests if not address.startswith(("file:", "about:"))] == []
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("view", VIEWS)
-def test_texts_have_contrast_and_the_tab_key_leads_on(tab: Tab, sample_file: str, view: str, theme: str) -> None:
-    tab.size(1280, 900, theme=theme)
-    show(tab, sample_file + VIEWS[view])
-    assert faint_texts(tab) == []
-    assert lost_keys(tab) == []
 
 
 def test_a_token_s_address_shows_all_that_is_known_of_it(tab: Tab, sample_file: str) -> None:
@@ -187,25 +180,6 @@ def test_what_was_trained_is_listed_before_what_was_evaluated(tab: Tab, sample_f
     show(tab, sample_file + "#/episodes")
     listed = tab.evaluate("[...document.querySelectorAll('#main tr[data-to] .of-episode')].map(cell => cell.innerText)")
     assert [purposes[one.split()[0]] for one in listed[:20]] == ["train"] * 20
-
-
-def test_the_tiles_of_a_run_of_two_policies_are_of_one_policy_each(
-    tab: Tab, sample_file: str, sample_run: Path
-) -> None:
-    reader = RunReader(sample_run)
-    published = Counter(version.partition("@")[0] for _, version in run_timeline(reader).versions)
-    reader.close()
-    assert published.keys() == {"solver", "proposer"}
-    show(tab, f"{sample_file}#/run")
-    tiles = tab.evaluate(
-        "[...document.querySelectorAll('.tile')].map(tile => [...tile.children].map(each => each.innerText))"
-    )
-    shown = {name: figure for figure, name in tiles}
-    assert {
-        f"versions of {policy} published": str(number) for policy, number in published.items()
-    }.items() <= shown.items()
-    assert {f"trainer of {policy} idle" for policy in published} <= shown.keys()
-    assert "versions published" not in shown
 
 
 def test_a_turn_that_calls_a_tool_shows_the_call_and_the_tokens_on_demand(
@@ -478,7 +452,7 @@ def write_large_row(run: Path, count: int) -> None:
         )
         for number, body in enumerate((begin, large)):
             log.append(JournalEntry(each.episode_id, 0, f"r#{number}", b"", encode_body(body)))
-        await journal.commit_episode(each, header(each, 2), b"", {})
+        await journal.commit(EpisodeEnd(each, header(each, 2)))
         await journal.close()
 
     asyncio.run(make())

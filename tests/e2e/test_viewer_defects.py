@@ -17,7 +17,7 @@ from agentrl.cli.main import main
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.application import serve_viewer
 from agentrl.journal.entries import JournalEntry, TurnEntry, encode_body
-from agentrl.journal.port import MetricRow, VersionPublication
+from agentrl.journal.port import EpisodeEnd, MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.browser import Tab
 from tests.journal_cases import (
@@ -69,7 +69,7 @@ async def write_long_run(directory: Path) -> None:
     ]
     for entry in entries:
         journal.turn_log("w0").append(entry)
-    await journal.commit_episode(each, header(each, len(entries)), episode_digest(entries), {})
+    await journal.commit(EpisodeEnd(each, header(each, len(entries)), episode_digest(entries), {}))
     journal.record(VersionPublication(weights("policy", 0, 0), None))
     for step in range(1, STEPS + 1):
         journal.record(VersionPublication(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1)))
@@ -122,9 +122,8 @@ def test_02_any_metric_is_found_by_search_also_an_environments_own(tab: Tab, sam
 
 
 @pytest.mark.damages_journal
-@pytest.mark.parametrize("better", [0.8, 1.4], ids=["within the bounds", "outside"])
-def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path, better: float) -> None:
-    for name, best in (("a", 0.4), ("b", better)):
+def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path) -> None:
+    for name, best in (("a", 0.4), ("b", 0.8)):
         write_compared_run(tmp_path / name, {"t0": best, "t1": best}, config={"steps": best}, curve=[0.1, 0.2, best])
 
     async def look() -> None:
@@ -139,8 +138,7 @@ def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path, better: floa
         tab.evaluate("document.querySelector('form.query button').click()")
         tab.wait(chart("Reward of training"))
         assert count(tab, "Reward of training", "path.curve") == 2
-        assert re.search(rf"\+{better - 0.4:.3f} \[[+−]\d\.\d{{3}}, \+\d\.\d{{3}}\]", text(tab))
-        assert ("are right together" in text(tab)) == (better <= 1), "intervals of a fixed size are not"
+        assert re.search(r"\+0\.400 \[[+−]\d\.\d{3}, \+\d\.\d{3}\]", text(tab))
         assert "steps" in text(tab)
         tab.evaluate("location.hash = '#/runs?find=b'")
         tab.wait("document.querySelectorAll('table.runs tbody tr').length === 1")
@@ -235,24 +233,6 @@ def test_04_held_out_curves_have_points_and_error_bars(tab: Tab, long_file: str)
         assert count(tab, title, ".error") == len(EVALUATED)
 
 
-def test_05_the_timeline_has_axes_legends_and_no_share_above_all(tab: Tab, sample_file: str) -> None:
-    show(tab, sample_file + "#/run")
-    titles = [title for title in values(tab, ".card h2") if title]
-    assert len(titles) >= 4
-    for title in titles:
-        assert labels(tab, title, "ticks")[0] == "0", title
-        assert count(tab, title, ".legend li") > 0, title
-    assert "a version was published" in text(tab)
-    assert labels(tab, "Engine busy") == ["0 %", "25 %", "50 %", "75 %", "100 %"]
-    assert all("." not in label for label in labels(tab, "Episodes in flight"))
-
-
-def test_06_one_quantity_has_one_encoding(tab: Tab, sample_file: str) -> None:
-    show(tab, sample_file + "#/timeline")
-    assert count(tab, "Episodes in flight", "path.curve") == 4, "two environments, each in training and held out"
-    assert tab.evaluate("document.querySelectorAll('path.area').length") == 0
-
-
 def test_07_failed_episodes_look_failed(tab: Tab, sample_file: str, sample_run: Path) -> None:
     show(tab, sample_file + "#/episodes")
     reader = RunReader(sample_run)
@@ -284,7 +264,7 @@ def test_several_rewarded_seats_are_shown_apart_and_never_added(tab: Tab, tmp_pa
     assert "environment.id\nshop:Bargain" in settings
     assert "policies.trader.step_size\n2" in settings
     assert "policies.trader.max_staleness\n1" in settings
-    assert not [each for each in settings if "drain" in each or "over_lag" in each], "which are as by default"
+    assert not [each for each in settings if "drain" in each], "which are as by default"
     show(tab, out.as_uri() + "#/episodes?sort=reward/seller")
     assert [name for name in values(tab, "thead th") if name.startswith("reward")] == [
         "reward/buyer",

@@ -17,9 +17,9 @@ from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import FORMAT
-from agentrl.testing import sample_run
-from agentrl.testing.sample_environment import Propose, held_out_tasks
 from tests.golden.read_run import archive_path, summarize, summary_path
+from tests.support import sample_run
+from tests.support.sample_environment import Propose, held_out_tasks
 
 STEPS = 2
 LOST_AT = ("solver", 2)

@@ -74,9 +74,6 @@ def test_a_run_of_any_family_that_sets_no_size_takes_two_steps(name: str, tmp_pa
     ("name", "sections"),
     [
         pytest.param("Qwen3-MoE", {"engine": {"capture_routing": True}}, id="recorded experts"),
-        pytest.param(
-            "Qwen3", {"credit": {"advantage": {"name": "gae"}}}, id="value head", marks=pytest.mark.exhaustive
-        ),
         pytest.param("Gemma 2", {"trainer": {"recompute": True}}, id="recomputed layers", marks=pytest.mark.exhaustive),
     ],
 )

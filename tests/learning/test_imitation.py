@@ -109,6 +109,94 @@ def test_conversations_of_a_run_are_those_that_the_policy_had(tmp_path: Path) ->
     assert [message["content"] for message in turn.messages] == ["1 + 1 =", "2", "7 + 8 ="]
 
 
+class Cutting(Restarting):
+    """Cuts the first of two turns in half of the episodes, and the second in all."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("policy")
+        await agent.act(agentrl.user("1 + 1 ="), reply="2" if int(ctx.task.id) % 2 else None, max_tokens=1)
+        await agent.act(agentrl.user("2 + 2 ="), reply="4")
+        await agent.act(agentrl.user("3 + 3 ="), max_tokens=1)
+        agent.reward(1.0)
+
+
+def test_turns_that_were_cut_are_context_and_counted(tmp_path: Path) -> None:
+    run = agentrl.train(config(tmp_path, "cut", {"id": f"{__name__}:Cutting"}, steps=1), quiet=True)
+    with pytest.warns(UserWarning, match=r"(\d+) of (\d+) turns of .* were cut, and are not imitated") as told:
+        tasks = Imitation.tasks("train", path=str(run.path))
+    with contextlib.closing(RunReader(run.path)) as reader:
+        played = {f"{line.episode}:policy[0]": reader_acts(reader, line.episode) for line in reader.episodes("")}
+    cut = sum(act.finish_reason == "length" for acts in played.values() for act in acts)
+    assert str(told[0].message).startswith(f"{cut} of {sum(map(len, played.values()))} turns")
+    assert len(tasks) == len(played)
+    assert cut >= len(played), "the last turn of each"
+    for task in tasks:
+        replies = [message for message in task.data["messages"] if message["role"] == "assistant"]
+        assert len(replies) == 2, "nothing follows the last reply that is trained"
+        expected = [act.finish_reason != "stop" for act in played[task.id][:2]]
+        assert [message.get("given", False) for message in replies] == expected
+
+
+class Duel(agentrl.Environment):
+    """The winner is rewarded with 1, the loser with −1, the referee not at all."""
+
+    seats = ("x", "o", "referee")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        x, o, referee = map(ctx.agent, self.seats)
+        for agent in (x, o, referee):
+            await agent.act(agentrl.user(f"{agent.seat} to move"), reply="1")
+        sign = 1.0 if int(ctx.task.id) % 2 else -1.0
+        x.reward(sign)
+        o.reward(-sign)
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        return [agentrl.Task(id=f"{n}", data={}) for n in range(4)]
+
+
+class Solo(Duel):
+    """One seat is rewarded."""
+
+    seats = ("x", "referee")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        x, referee = map(ctx.agent, self.seats)
+        for agent in (x, referee):
+            await agent.act(agentrl.user(f"{agent.seat} to move"), reply="1")
+        x.reward(1.0)
+
+
+def with_referee(directory: Path, name: str) -> RunConfig:
+    """Return a run of self-play before a frozen referee."""
+    policy = {"step_size": 4, "max_staleness": 0, "learning_rate": 1e-3}
+    seats = {seat: "policy" for seat in ("x", "o") if name == "Duel" or seat == "x"}
+    return config(
+        directory,
+        name,
+        {"id": f"{__name__}:{name}"},
+        steps=1,
+        policies={"policy": policy, "ref": {"kind": "frozen"}},
+        seats={**seats, "referee": "ref"},
+    )
+
+
+def test_one_of_several_rewarded_seats_is_imitated(tmp_path: Path) -> None:
+    run = agentrl.train(with_referee(tmp_path, "Duel"), quiet=True)
+    with pytest.raises(InputError, match=r"options\.seat: .* name one to imitate, 'o' or 'x'"):
+        Imitation.tasks("train", path=str(run.path))
+    for seat in ("x", "o"):
+        tasks = Imitation.tasks("train", path=str(run.path), seat=seat, where=f"reward/{seat} > 0", best=1)
+        assert len(tasks) == 2
+        assert {task.data["messages"][0]["content"] for task in tasks} == {f"{seat} to move"}
+
+
+def test_an_unrewarded_seat_is_not_imitated(tmp_path: Path) -> None:
+    run = agentrl.train(with_referee(tmp_path, "Solo"), quiet=True)
+    tasks = Imitation.tasks("train", path=str(run.path))
+    assert {task.data["messages"][0]["content"] for task in tasks} == {"x to move"}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -129,7 +217,7 @@ def test_what_is_no_conversation_is_refused_by_line(tmp_path: Path, text: str, r
 def test_options_that_choose_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         Imitation.tasks("train", path=str(tmp_path / "absent"))
-    with pytest.raises(InputError, match="where and best"):
+    with pytest.raises(InputError, match="where, best and seat"):
         Imitation.tasks("train", path=str(tmp_path / "absent"), best=1)
     with pytest.raises(InputError, match="FrozenLake"):
         Imitation.tasks("train", path=str(tmp_path), tools_of="agentrl.environments.frozen_lake:FrozenLake")

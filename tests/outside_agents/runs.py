@@ -33,9 +33,9 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry, TurnEntry
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.outside_agents.environments import AGENTS
+from tests.support.recording_trainer import RecordingTrainer
 
 STEPS = 2
 ENDED_S = 600.0

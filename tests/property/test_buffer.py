@@ -19,7 +19,7 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
-from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.group_baselines import leave_one_out
 from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 

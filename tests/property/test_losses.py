@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.learn.loss_batch import LossBatch
-from agentrl.learn.losses import BUILT_IN, SUMS, Loss, token_metric_sums
+from agentrl.learn.losses import SUMS, Loss, token_metric_sums
 from agentrl.learn.trainer import loss_metrics
 from tests import naive_losses
-from tests.loss_cases import batch_of, evaluated, loss_named
+from tests.loss_cases import ALL_LOSSES, batch_of, evaluated, loss_named
 from tests.markdown_pages import ROOT
 from tests.naive_losses import BY_TOKEN
 
@@ -118,15 +118,15 @@ BOUNDS: list[tuple[Loss, float]] = [
     (loss_named("topr"), 1.0),
     (loss_named("vespo"), 1.2416),
 ]
-"""Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/explanation/off_policy.md."""
+"""Of the gradient by log pi, in units of |A|: those of the module's docstring and of docs/reference/algorithms.md."""
 UNBOUNDED = {"dppo", "gspo", "decoupled_ppo", "clip_cov", "kl_cov"}
 NOT_BY_ADVANTAGE = {"dpo", "distillation"}
 
 
 def test_of_every_loss_the_docs_say_how_large_its_gradient_gets() -> None:
-    assert {loss.name for loss, _ in BOUNDS} | UNBOUNDED | NOT_BY_ADVANTAGE == BUILT_IN.keys()
+    assert {loss.name for loss, _ in BOUNDS} | UNBOUNDED | NOT_BY_ADVANTAGE == ALL_LOSSES.keys()
     table = (
-        (ROOT / "docs/explanation/off_policy.md")
+        (ROOT / "docs/reference/algorithms.md")
         .read_text(encoding="utf-8")
         .partition("| bound |")[2]
         .partition("\n\n")[0]
@@ -134,7 +134,7 @@ def test_of_every_loss_the_docs_say_how_large_its_gradient_gets() -> None:
     named = {
         name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1:2][0] if row else "")
     }
-    assert named == BUILT_IN.keys()
+    assert named == ALL_LOSSES.keys()
 
 
 @pytest.mark.parametrize("name", sorted(UNBOUNDED))

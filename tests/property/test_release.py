@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.group_baselines import leave_one_out
 from agentrl.credit.release import GroupReleaseRule, baseline_members, shrunk_advantage
 from tests.release_toy import (
     APART,
@@ -85,7 +85,7 @@ def test_alone_and_without_a_past_nothing_is_learned() -> None:
 def test_the_variance_is_what_the_docs_say(
     speed: dict[int, float], reward: str, without: float, with_history: float
 ) -> None:
-    """docs/results/scheduling.md, m = 4."""
+    """docs/results/measurements.md, m = 4."""
     full = gradient_variance([complete], reward=REWARDS[reward], speed=speed)
     assert gradient_variance([late(4)], reward=REWARDS[reward], speed=speed) / full == pytest.approx(without, abs=0.005)
     history = late_with_history(4, reward=REWARDS[reward])

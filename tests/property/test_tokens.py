@@ -155,7 +155,7 @@ def test_a_table_whose_columns_differ_in_length_is_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens but 1 kept"):
         Tokens(token_ids=ids, logprobs=np.zeros(2, np.float32), kept=KeptSets.missing(1))
     span = VersionSpan(0, 1, VERSIONS[0])
-    with pytest.raises(ValueError, match="cover 2"):
+    with pytest.raises(ValueError, match="cover 1 of 2"):
         Completion(token_ids=ids, logprobs=np.zeros(2, np.float32), spans=(span,), finish_reason="stop")
-    with pytest.raises(ValueError, match="follow each other"):
+    with pytest.raises(ValueError, match="does not follow the one before"):
         Tokens(token_ids=ids, logprobs=np.zeros(2, np.float32), spans=(span, span))

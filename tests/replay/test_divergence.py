@@ -14,7 +14,7 @@ from agentrl.core.errors import EpisodeError, ReplayMismatchError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.environment import OnCodeChange
-from agentrl.journal.entries import BeginEntry, JournalEntry, PatchMarkerEntry, ResourceCallEntry, encode_body
+from agentrl.journal.entries import BeginEntry, JournalEntry, NondeterministicValueEntry, ResourceCallEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, EpisodeEnd
 from agentrl.rollout.worker import MAX_ATTEMPTS
@@ -104,10 +104,10 @@ def test_an_episode_of_a_version_that_compared_less_starts_over() -> None:
 def test_calls_the_code_no_longer_makes_are_named() -> None:
     Edited.version = "short"
     whole = Stage(environment=Edited).play()
-    more = [*whole.entries, JournalEntry("e0", 0, "r#2", b"", encode_body(PatchMarkerEntry("x")))]
+    more = [*whole.entries, JournalEntry("e0", 0, "r#2", b"", encode_body(NondeterministicValueEntry("patch", "x")))]
     error = Stage(environment=Edited).play(more).error
     assert error is not None
-    assert "call r#2: the journal holds an entry of kind patch, the code now makes no such call" in str(error)
+    assert "call r#2: the journal holds patch = 'x', the code now makes no such call" in str(error)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
@@ -144,7 +144,7 @@ async def resumed(environment: type[agentrl.Environment], entries: list[JournalE
     dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
     spec = dataclasses.replace(Stage(environment=environment).spec, attempt=attempt)
     journal.admit(spec)
-    dispatcher.restore(make_past(unfinished=[spec]), no_lost_group)
+    dispatcher.resume(make_past(unfinished=[spec]), no_lost_group)
     await dispatcher.worker.drain()
     assert not failures, failures
     [end] = journal.of_kind(EpisodeEnd)
@@ -183,7 +183,7 @@ def test_a_lost_resource_begins_the_episode_again_but_not_for_ever() -> None:
     assert (first.header.drop_reason, first.header.attempt) == (None, 1)
     last = asyncio.run(resumed(Pinned, entries, attempt=MAX_ATTEMPTS - 1))
     assert last.header.drop_reason == "resource_lost"
-    assert "is pinned and died with its process" in last.detail
+    assert "died with its process" in last.detail
 
 
 class Two(agentrl.Environment):
@@ -217,32 +217,6 @@ def test_a_hole_in_the_journal_is_named_and_nothing_is_filled_in(missing: int) -
     assert f"call {whole[missing].call_id}: the journal holds call {later} of the same strand" in str(again.error)
     assert "entries are missing" in str(again.error)
     assert again.entries == left
-
-
-def test_a_call_without_an_entry_is_no_hole() -> None:
-    whole = Stage(environment=Forgiving).play()
-    assert whole.header is not None
-    for cut in range(1, len(whole.entries)):
-        again = Stage(environment=Forgiving).play(whole.entries[:cut])
-        assert again.transcript == whole.transcript
-
-
-class Forgiving(agentrl.Environment):
-    """An effect that cannot be journaled, and a tool that asks the policy."""
-
-    seats = ("agent",)
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        agent = ctx.agent("agent")
-        for _ in range(2):
-            with pytest.raises(EpisodeError, match="cannot be journaled"):
-                await ctx.effect("odd", object)
-
-            async def ask() -> str:
-                return (await agent.act(agentrl.user("hello"))).text
-
-            await ctx.call_tool("ask", {}, ask, external=False, timeout_s=None)
-        agent.reward(1.0)
 
 
 class TimedOut(agentrl.Environment):

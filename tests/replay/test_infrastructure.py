@@ -63,7 +63,7 @@ class Outcome:
             settings = plain_rollout_settings(episode_timeout_s=timeout_s)
             dispatcher, _ = wire_dispatcher(environment, engine, self.journal, settings, failures, policy="policy")
             self.journal.admit(spec)
-            dispatcher.restore(make_past(unfinished=[spec]), no_lost_group)
+            dispatcher.resume(make_past(unfinished=[spec]), no_lost_group)
             await dispatcher.worker.drain()
 
         failures: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Random programs, killed at every entry: what is resumed agrees with what was recorded, whatever the schedule.
+"""A program that is resumed in another process; `tests/laws/test_calls.py` resumes random ones in this process.
 
 A program is data: acts, effects, tools, resource calls, draws, branches, timeouts, failures and catches. Each op writes
 down what it saw in a log all branches share, and each asks something that depends on that log, so a log that evolves
@@ -16,23 +16,12 @@ from typing import Any, ClassVar
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 import agentrl
 from agentrl.core.errors import EffectError
-from agentrl.journal.entries import EffectIntentEntry, JournalEntry
+from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.calls.journal import current_strand
 from tests.replay.executions import Stage
-
-pytestmark = pytest.mark.property
-
-DRAWN = settings(
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],  # no shrinking: an example takes seconds
-)
 
 
 class Box:
@@ -143,86 +132,6 @@ class Program(agentrl.Environment):
         # before its first call a branch may not look at what the others do
         await self.ctx.gather(*(self.ops([["pause"], *program]) for program in programs))
         self.saw("gathered")
-
-
-PAUSES = st.sampled_from([0.0, 0.1, 0.3, 0.7])
-LEAVES = st.one_of(
-    st.tuples(st.just("act"), st.sampled_from(["agent", "other"])),
-    st.tuples(st.just("effect"), st.sampled_from(["read", "idempotent", "once"]), PAUSES, st.booleans()),
-    st.tuples(st.just("tool"), st.booleans(), PAUSES),
-    st.tuples(st.just("box"), st.sampled_from(["replay", "snapshot"]), st.sampled_from([1, 2, 13])),
-    st.tuples(st.just("draw")),
-    st.tuples(st.just("sleep"), PAUSES),
-    st.tuples(st.just("fail")),
-)
-
-
-def _nested(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    programs = st.lists(children, min_size=1, max_size=4)
-    return st.one_of(
-        st.tuples(st.just("catch"), programs),
-        st.tuples(st.just("within"), st.sampled_from([0.05, 0.25, 0.65]), programs),
-        st.tuples(st.just("gather"), st.lists(programs, min_size=1, max_size=3)),
-    )
-
-
-PROGRAMS = st.lists(st.recursive(LEAVES, _nested, max_leaves=12), min_size=1, max_size=5)
-
-
-def check(program: list[Any], seed: int) -> int:
-    """Kill at every entry under other schedules; returns how many entries there were."""
-    stage = Stage(environment=Program, data=task_data([["catch", program]]))
-    whole = stage.play(seed=seed)
-    assert whole.error is None, whole.error
-    log = Program.last.log
-    complete = stage.play(whole.entries, seed=seed + 1)
-    assert complete.error is None, complete.error
-    assert complete.engine_calls == 0
-    assert complete.transcript == whole.transcript
-    assert Program.last.log == log
-    for cut in range(1, len(whole.entries)):
-        resumed = stage.play(whole.entries[:cut], seed=seed + cut)
-        assert resumed.error is None, (cut, resumed.error)
-        assert resumed.entries[:cut] == whole.entries[:cut]
-        log = Program.last.log
-        once = [body.name for body in resumed.bodies.values() if isinstance(body, EffectIntentEntry)]
-        Program.performed.clear()
-        again = stage.play(resumed.entries, seed=seed + cut + 1)
-        assert again.error is None, (cut, again.error)
-        assert again.transcript == resumed.transcript
-        assert Program.last.log == log
-        assert not {f"effect {name!r}" for name in Program.performed} & set(once)
-    return len(whole.entries)
-
-
-@pytest.mark.timeout(600)
-@settings(DRAWN, max_examples=25)
-@given(program=PROGRAMS, seed=st.integers(0, 1 << 16))
-def test_random_programs_resume_from_every_entry(program: list[Any], seed: int) -> None:
-    check(msgspec.json.decode(msgspec.json.encode(program)), seed)
-
-
-SEQUENTIAL = st.lists(
-    st.one_of(LEAVES, st.tuples(st.just("catch"), st.lists(LEAVES, max_size=4))), min_size=1, max_size=12
-)
-
-
-@settings(DRAWN, max_examples=20)
-@given(program=SEQUENTIAL, seed=st.integers(0, 1 << 16))
-def test_programs_without_races_come_to_the_same_end(program: list[Any], seed: int) -> None:
-    stage = Stage(environment=Program, data=task_data([["catch", program]]))
-    whole = stage.play(seed=seed)
-    assert whole.header is not None
-    for cut in range(1, len(whole.entries)):
-        resumed = stage.play(whole.entries[:cut], seed=seed + cut)
-        assert resumed.header is not None
-        now = {"now": 0.0}  # the one thing that differs: when it was asked again
-        assert _without_now(resumed.transcript, now) == _without_now(whole.transcript, now)
-        assert resumed.header.reward == whole.header.reward
-
-
-def _without_now(transcript: dict[str, Any], now: dict[str, float]) -> dict[str, Any]:
-    return {call_id: ("now" if "now" in entry[1:2] else entry) for call_id, entry in transcript.items()}
 
 
 BUSY = [

@@ -10,7 +10,8 @@ import signal
 import time
 from pathlib import Path
 
-from agentrl.sandbox.bubblewrap import BubblewrapDriver
+from agentrl_sandbox.bubblewrap import BubblewrapDriver
+
 from agentrl.sandbox.sandbox import Sandbox
 from tests.sandboxes.limits import below
 

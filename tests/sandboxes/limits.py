@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from textwrap import dedent
 
-from agentrl.sandbox.bubblewrap import BubblewrapDriver
+from agentrl_sandbox.bubblewrap import BubblewrapDriver
+
 from agentrl.sandbox.driver import CommandResult
 from agentrl.sandbox.sandbox import Sandbox
 

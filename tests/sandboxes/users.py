@@ -28,17 +28,18 @@ def _call(function: str, uid: int | None, arguments: dict[str, Any]) -> Any:
     lines = [
         "import importlib, json, os, sys",
         f"call = getattr(importlib.import_module({module!r}), {name!r})",
-        "import asyncio, concurrent.futures.thread, agentrl.sandbox.bubblewrap as driver",
+        "import asyncio, concurrent.futures.thread, agentrl_sandbox.bubblewrap as driver",
     ]
     with tempfile.TemporaryDirectory() as scratch:
         if uid is not None:
-            package = Path(scratch) / "agentrl"  # the system's Python may be too old for the whole
-            shutil.copytree(Path(__file__).parents[2] / "agentrl" / "sandbox", package / "sandbox")
-            (package / "__init__.py").touch()
-            for path in (Path(scratch), package, *package.rglob("*")):
+            package, root = Path(scratch) / "agentrl", Path(__file__).parents[2]
+            shutil.copytree(root / "agentrl" / "sandbox", package / "sandbox")
+            (package / "__init__.py").touch()  # the system's Python may be too old for the whole
+            shutil.copytree(root / "packages/sandbox/src/agentrl_sandbox", Path(scratch) / "agentrl_sandbox")
+            for path in (Path(scratch), *Path(scratch).rglob("*")):
                 path.chmod(0o755)
             lines += [
-                f"driver.PACKAGES = {scratch!r}",
+                f"driver.PACKAGES = [{scratch!r}]",
                 "sys.executable = '/usr/bin/python3'",
                 f"os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})",
                 "import ctypes; ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)",  # dumpable again, as a process of that user is

@@ -23,9 +23,8 @@ from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.past_run import PastRun
-from agentrl.journal.port import ControlRecord, VersionPublication
+from agentrl.journal.port import ControlRecord, EpisodeEnd, VersionPublication
 from agentrl.journal.run_log import RunLog
-from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean
@@ -56,8 +55,8 @@ class Talk(agentrl.Environment):
 class PromptJournal(SimJournal):
     """Takes a round after every record: the real one's writer is a thread, so that a round may begin anywhere."""
 
-    def record(self, *records: ControlRecord) -> None:
-        super().record(*records)
+    def write(self, *records: ControlRecord) -> None:
+        super().write(*records)
         self._commit_all()
 
 
@@ -71,12 +70,9 @@ class RoundsAnywhere(CrashScenario):
 class EarlyJournal(SimJournal):
     """Acknowledges a commit before it is on disk."""
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        commit = super().commit_episode(spec, header, digest, metrics, detail)
-        self.committing = asyncio.get_running_loop().create_task(commit)
-        self.acknowledged.append((spec.episode_id, spec.attempt))
+    async def commit(self, end: EpisodeEnd) -> None:
+        self.committing = asyncio.get_running_loop().create_task(super().commit(end))
+        self.acknowledged.append((end.spec.episode_id, end.spec.attempt))
 
 
 class AcknowledgeBeforeCommit(CrashScenario):
@@ -97,7 +93,6 @@ class CursorWriter(CheckpointWriter):
         self,
         trainer: Trainer,
         versions: Mapping[str, PolicyVersion],
-        ledger: Ledger,
         roles: RoleMeans | None = None,
         measured: BestRunningMean = NOT_MEASURED,
         opponents: Mapping[str, Sequence[PolicyVersion]] = MappingProxyType({}),
@@ -109,7 +104,7 @@ class CursorWriter(CheckpointWriter):
         self.disk.write(path, json.dumps(versions).encode())
         self.disk.sync(path)
         self.disk.sync(self.cursor)
-        return await super().write(trainer, versions, ledger, roles, measured, opponents)
+        return await super().write(trainer, versions, roles, measured, opponents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +206,7 @@ class ForgivingRunner:
             await log.flush()
             location = EpisodeDataLocation(log.name, len(log.read(spec.episode_id, spec.attempt)))
             header = make_episode_header(spec, reward=0.0, location=location)
-            await self._machine.journal.commit_episode(spec, header, b"", {})
+            await self._machine.journal.commit(EpisodeEnd(spec, header))
             return header
 
 
@@ -227,8 +222,8 @@ class HastyJournal(SimJournal):
 
     is_hasty = False
 
-    def record(self, *records: ControlRecord) -> None:
-        super().record(*records)
+    def write(self, *records: ControlRecord) -> None:
+        super().write(*records)
         self.is_hasty |= any(isinstance(record, VersionPublication) for record in records)
 
     async def flush(self) -> None:

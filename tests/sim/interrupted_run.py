@@ -21,7 +21,7 @@ from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
-from agentrl.core.records import GroupStart, PolicyVersion, Task, WeightsRef
+from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
@@ -216,11 +216,9 @@ class Life:
         )
         self.dispatcher.run(self.worker)
         self.engine.parked = lambda: self.runner.parking.parked
-        self.dispatcher.restore(
-            PastRun(self.journal, {}, group_size=GROUP_SIZE), lambda group: GroupStart(TASKS[group])
-        )
+        self.dispatcher.resume(PastRun(self.journal, {}, group_size=GROUP_SIZE), lambda group: TASKS[group])
         for task in TASKS[self.dispatcher.next_group :]:
-            self.dispatcher.admit_group(GroupStart(task))
+            self.dispatcher.admit_group(task)
 
     def _fail(self, error: BaseException) -> None:
         if not self.failure.done():

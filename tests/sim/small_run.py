@@ -20,7 +20,7 @@ from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import Engine, GenerateRequest
-from agentrl.core.records import EpisodeSpec, GroupStart, PolicyVersion, Task
+from agentrl.core.records import EpisodeSpec, PolicyVersion, Task
 from agentrl.credit.estimators import REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.memory import MemoryJournal
@@ -31,8 +31,8 @@ from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.support.crash_scenario import with_staleness
+from tests.support.recording_trainer import RecordingTrainer
 
 
 class Guess(agentrl.Environment):
@@ -135,7 +135,6 @@ class SmallRun:
     trainer_options: dict[str, Any] = field(default_factory=lambda: {"step_seconds": 0.7, "publish_seconds": 0.1})
     journal: MemoryJournal = field(default_factory=MemoryJournal)
     tasks: agentrl.TaskSource = field(default_factory=lambda: list(TASKS))
-    recorded_turns: list[GroupStart] = field(default_factory=list)
     held_out: list[Task] = field(default_factory=list)
     splits: list[HeldOutSplit] = field(default_factory=list)
     """In place of `held_out`, where there are several."""
@@ -146,6 +145,8 @@ class SmallRun:
     """The manifest's pools of opponents."""
     refusal: Callable[[EpisodeSpec], str] = lambda spec: ""
     """Why an episode whose task only the journal names cannot be played."""
+    compares_in_step: bool = False
+    """Whether steps take whole groups."""
     lineage: int = 1
     """Of a run that goes on."""
     seen: Seen = field(default_factory=Seen)
@@ -171,10 +172,7 @@ class SmallRun:
     async def run(self) -> RunOutcome:
         """Assemble and run to the end."""
         plan = resolve(self.config, self.environment)
-        credit = self.config.credit
-        self.past = PastRun(
-            self.journal, self.resumed_at, group_size=credit.group_size, reward_weights=credit.reward_weights
-        )
+        self.past = PastRun(self.journal, self.resumed_at, group_size=self.config.credit.group_size)
         policies = list(self.config.policies)
         engine = self.engine_class(
             self.script, versions={name: PolicyVersion(name, 0, 0) for name in policies}, **self.engine_options
@@ -199,8 +197,9 @@ class SmallRun:
         for name, published in weights.items():
             self.journal.record(VersionPublication(published, self.resumed_at.get(name)))
             await served.make_current(published)
-        opponents = await start_opponent_pools(self.config.of_kind(OpponentPoolPolicy), served, older)
         await self.journal.flush()
+        pools = self.config.of_kind(OpponentPoolPolicy)
+        opponents = await start_opponent_pools(pools, served, older, self.journal.lines())
         parts = RunParts(
             served=served,
             trainer=self.trainer,
@@ -209,12 +208,12 @@ class SmallRun:
             observer=self.seen,
             clock=LoopClock(),
             tasks=self.tasks,
-            recorded_turns=self.recorded_turns,
             held_out=self.splits or [HeldOutSplit("held_out", self.held_out)],
             opponents=opponents,
             versions=versions,
             past=self.past,
             refusal=self.refusal,
+            compares_in_step=self.compares_in_step,
             estimator=make_advantage_estimator(advantage.name, advantage.options)
             if (advantage := self.config.credit.advantage).name not in REWARD_ESTIMATORS
             else None,

@@ -18,11 +18,12 @@ from agentrl.orchestrator.checkpoints import CheckpointWriter, VersionRetention
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
-from agentrl.testing.recording_trainer import TRAINED_FILE
 from tests.sim.crash_cases import Talk
+from tests.sim.evaluated_run import NUM_TASKS, Answer, Evaluated, held_out, with_skills
 from tests.sim.small_run import TASKS, SmallRun, config_for
-from tests.sim.test_decided_evaluations import NUM_TASKS, Answer, Evaluated, held_out, with_skills
 from tests.support.crash_scenario import CHECKPOINTS, VERSIONS, CrashScenario, Machine
+from tests.support.dispatched import members
+from tests.support.recording_trainer import TRAINED_FILE
 from tests.support.sim_disk import Fate
 
 pytestmark = pytest.mark.sim
@@ -182,17 +183,6 @@ def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SeededSimulat
     simulated_loop.run(main)
 
 
-def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SeededSimulation) -> None:
-    async def main() -> None:
-        best = {"metric": "-episodes/trained", "window": 2, "stop_fall": 8}
-        run = SmallRun(config=config_for(steps=8, best=best))
-        await run.run()
-        assert len(run.trainer.batches) == 4, "the mean of steps 3 and 4 is 16 episodes above that of 1 and 2"
-        assert run.orchestrator.best.measured.versions["guesser"].step == 0, "which sampled step 1"
-
-    simulated_loop.run(main)
-
-
 def skilled_at(step: int) -> Callable[[GenerateRequest, str, PolicyVersion], list[int]]:
     """A script that guesses right with the weights of one step only; all tasks have the digit 7."""
     return lambda request, policy, version: [ord("7" if version.step == step else "0"), STOP_TOKEN]
@@ -272,8 +262,8 @@ def evaluated_scenario(*percents: int, steps: int, every: int) -> Evaluated:
 
 def times_played(log: RunLog) -> Counter[tuple[int, int]]:
     """Numbers of committed held-out episodes, keyed by the step of their version and their seed."""
-    members = log.members(purpose="evaluate")
-    return Counter((header.trajectories[0].oldest_step, spec.seed) for spec, header in members)
+    played = members(log, purpose="evaluate")
+    return Counter((header.trajectories[0].oldest_step, spec.seed) for spec, header in played)
 
 
 def test_a_kill_after_an_evaluation_keeps_its_version() -> None:
@@ -284,7 +274,7 @@ def test_a_kill_after_an_evaluation_keeps_its_version() -> None:
     disk, journal = machine.disk, machine.journal
 
     def is_evaluated() -> bool:
-        return any(step == 2 for step, _ in journal.metric_rows("guesser", "evaluation/reward"))
+        return bool(journal.rows("SELECT 1 FROM metrics WHERE name = 'evaluation/reward' AND step = 2"))
 
     disk.before = lambda *_: is_evaluated() and disk.crash()
     scenario.run(machine, seed=1)

@@ -175,13 +175,6 @@ RUNS = {
     "too few episodes with ten-second turns": Planted(
         part="max_in_flight", places=64, call_s=10.0, changes={"max_in_flight": 4}
     ),
-    "too few episodes of a task at once": Planted(
-        part="max_in_flight_per_task",
-        places=64,
-        call_s=2.0,
-        tasks=TASKS[:1],
-        changes={"max_in_flight_per_task": 4},
-    ),
     "max_staleness = 0": Planted(
         part="alternating", first=("engine", 13.0), call_s=3.0, step_s=9.0, changes={"max_staleness": 0}
     ),
@@ -253,9 +246,7 @@ def named_part(line: str) -> str:
     ("rule", "changes"),
     [
         ("max_in_flight", {"max_in_flight": 4, "max_staleness": 8}),
-        ("max_in_flight_per_task", {"max_in_flight_per_task": 4, "max_staleness": 8}),
         ("max_staleness", {"max_staleness": 0}),
-        ("max_lag", {"policies": {"guesser": {"step_size": 8, "max_staleness": 1, "max_lag": 1}}}),
     ],
 )
 def test_the_time_that_a_rule_holds_groups_back_counts_under_the_rule(rule: str, changes: dict[str, Any]) -> None:
@@ -328,7 +319,7 @@ def test_lines_tell_the_pace_of_the_first_step_now_and_then() -> None:
         display.show()
     assert stream.getvalue().splitlines() == [
         f"first step: about {second} s a step; so far 1 of 2 episodes  (the engine: …)"
-        for second in (4, 34, 94)  # without news, ever more rarely
+        for second in (4, 34, 94)  # without news, more rarely
     ]
 
 

@@ -10,11 +10,14 @@ import pytest
 
 import agentrl
 from agentrl.config.run import RunConfig
-from agentrl.core.records import PolicyVersion
+from agentrl.core.errors import EVALUATION_CUT
+from agentrl.core.records import PolicyVersion, dropped_header
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import EpisodeEnd
+from agentrl.journal.run_log import RunLog
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.testing.plugin import SeededSimulation
+from tests.sim.evaluated_run import Answer, Evaluated, held_out, with_skills
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -153,5 +156,181 @@ def test_an_evaluation_of_which_every_episode_fails_is_a_warning(simulated_loop:
         assert told
         assert all("environment_error; `agentrl episode show run v" in line for line in told)
         assert run.orchestrator.best.measured.versions, "the evaluations with a result count"
+
+    simulated_loop.run(main)
+
+
+class Slow(agentrl.Environment):
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("x"))
+        await ctx.sleep(100.0)
+        ctx.agent("guesser").reward(ctx.rng.random())
+
+
+@pytest.mark.parametrize("stop_seconds", [8.0, 3600.0])
+def test_a_stop_does_not_wait_for_held_out_episodes(simulated_loop: SeededSimulation, stop_seconds: float) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        config = config_for(evaluation={"every": 2, "tasks": 4}, stop_seconds=stop_seconds)
+        run = SmallRun(config=config, held_out=TASKS[:4], environment=Slow)
+        stopped_at: list[float] = []
+
+        def stop(orchestrator: Orchestrator) -> None:
+            assert orchestrator.dispatcher.in_flight.count("evaluate") == 4
+            stopped_at.append(loop.time())
+            orchestrator.stop()
+
+        run.during = lambda orchestrator: loop.call_later(10.0, stop, orchestrator)
+        await run.run()
+        assert loop.time() - stopped_at[0] < 0.1
+
+    simulated_loop.run(main)
+
+
+class Noting(Answer):
+    """Notes right replies only, so that the mean of the metric is that of the reward."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turn = await ctx.agent("guesser").act(agentrl.user("Well?"))
+        await ctx.sleep(ctx.rng.random() + 60.0 * (not ctx.task.id.startswith("held-out")))
+        is_right = turn.text.startswith("y")
+        ctx.agent("guesser").reward(float(is_right))
+        if is_right:
+            ctx.metric("right", 1.0)
+
+
+class Fragile(Noting):
+    """Of the held-out episodes, a fifth fail, the same with all versions, and a tenth have
+    children for which they do not wait."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        fate = ctx.rng.random() if ctx.task.id.startswith("held-out") else 0.5
+        if fate > 0.8:
+            raise RuntimeError("broken")
+        await super().run(ctx)
+        if fate < 0.15:
+            ctx.spawn(SlowChild, dict(ctx.task.data), n=1)
+
+
+class SlowChild(Noting):
+    """Ends long after its parent."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.sleep(3.0)
+        await super().run(ctx)
+
+
+def test_a_resumed_evaluation_counts_what_the_killed_one_counted() -> None:
+    changes: dict[str, Any] = {
+        "steps": 2,
+        "deterministic": True,
+        "policies": {"guesser": {"step_size": 4, "max_staleness": 0}},
+        "checkpoint": {"every": 1, "versions": 1},
+        "evaluation": {"tasks": 32, "every": 1, "attempts": 2},
+        "best": {"metric": "evaluation/reward", "window": 1},
+    }
+    scenario = Evaluated(Fragile, changes=changes, script=with_skills(50, 60, 70), held_out=held_out()[:32])
+    undisturbed = scenario.new_machine()
+    assert scenario.run(undisturbed, seed=0) is None
+    expected = all_held_out_metrics(undisturbed.journal)
+    assert expected[0]["evaluation/dropped"] > 0
+    for step, values in expected.items():
+        assert values["evaluation/metric/right"] == pytest.approx(values["evaluation/reward"]), f"step {step}"
+    for operation in range(30, undisturbed.disk.operations, 47):
+        machine = scenario.new_machine()
+        machine.disk.before = lambda number, _, disk=machine.disk, at=operation: number == at and disk.crash()
+        scenario.run(machine, seed=operation)
+        machine = machine.after_crash("kill")
+        assert scenario.run(machine, seed=operation + 1) is None
+        assert all_held_out_metrics(machine.journal) == expected, f"operation {operation}"
+
+
+def all_held_out_metrics(log: RunLog) -> dict[int, dict[str, float]]:
+    """The newest metrics of each step's evaluation, without how long it took."""
+    metrics: dict[int, dict[str, float]] = {}
+    for step, name, value in log.rows("SELECT step, name, value FROM metrics ORDER BY id"):
+        if name.startswith("evaluation/") and name not in ("evaluation/seconds", "evaluation/engine_busy_share"):
+            metrics.setdefault(step, {})[name] = value
+    return metrics
+
+
+class WithoutHeldOut(Answer):
+    """Held-out episodes fail."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.task.id.startswith("held-out"):
+            raise RuntimeError("no data")
+        await super().run(ctx)
+
+
+def test_an_evaluation_without_a_result_is_not_repeated_in_the_same_process(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        config = config_for(evaluation={"tasks": 4, "every": 0}, steps=4, step_size=4, max_staleness=0)
+        run = SmallRun(config=config, environment=WithoutHeldOut, script=with_skills(5), held_out=held_out()[:4])
+        told = list[str]()
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.evaluator.tell = told.append
+
+        run.during = listen
+        await run.run()
+        results = [line for line in told if "has no result" in line]
+        assert len(results) == 2, "before the first step, and after the last"
+
+    simulated_loop.run(main, seeds=1)
+
+
+class Patient(Answer):
+    """Held-out episodes outlast several steps."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("Well?"))
+        is_held_out = ctx.task.id.startswith("held-out")
+        await ctx.sleep(ctx.rng.random() + (2.0 + 30.0 * ctx.rng.random() if is_held_out else 1.0))
+        ctx.agent("guesser").reward(ctx.rng.random())
+
+
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_an_evaluation_that_was_cut_is_continued_or_given_up_by_name(
+    simulated_loop: SeededSimulation, is_undone: bool
+) -> None:
+    """The checkpoint is newer than the evaluated version, or older."""
+
+    async def main() -> None:
+        policies = {"guesser": {"step_size": 4, "max_staleness": 1, "lora": {"rank": 2}}}
+        config = config_for(policies=policies, evaluation={"tasks": 8, "every": 1}, steps=40)
+        first = SmallRun(config=config, environment=Patient, held_out=held_out()[:8])
+        journal = await first.cut_after(75.0)
+        *_, (_, begun, is_ended) = journal.evaluations()
+        assert not is_ended
+        of_first = {end.spec.episode_id for end in journal.history("evaluate") if isinstance(end, EpisodeEnd)}
+        evaluated = begun.versions["guesser"]
+        at = evaluated._replace(step=evaluated.step - 1 if is_undone else first.orchestrator.board.step("guesser"))
+        assert is_undone or at.step > evaluated.step
+        for spec in journal.unfinished("evaluate"):
+            await journal.commit(EpisodeEnd(spec, dropped_header(spec, EVALUATION_CUT)))
+        told: list[str] = []
+        second = SmallRun(
+            config=config,
+            environment=Patient,
+            held_out=held_out()[:8],
+            journal=journal,
+            resumed_at={"guesser": at},
+            during=lambda run: setattr(run.evaluator, "tell", told.append),
+        )
+        await second.run()
+        is_given_up = any(f"the evaluation of {evaluated} is given up" in line for line in told)
+        assert is_given_up == is_undone
+        assert (evaluated.step == second.seen.evaluated[0]) != is_undone
+        if not is_undone:
+            rest = journal.evaluations()[len(first.journal.evaluations())][1]
+            assert rest.versions == begun.versions
+            ends = [end for end in journal.history("evaluate") if isinstance(end, EpisodeEnd) and end.spec.pins]
+            ends = [end for end in ends if end.header.committed]
+            played = [end.spec for end in ends if end.spec.pins["guesser"] == evaluated]
+            assert sorted(spec.task.id for spec in played) == sorted(task.id for task in held_out()[:8]), "each once"
+            assert of_first & {spec.episode_id for spec in played}
 
     simulated_loop.run(main)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.core.errors import CheckFailedError, EpisodeError
+from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion, SeatBinding, Task
 from agentrl.journal.entries import SpawnEntry
 from agentrl.journal.port import Admission, EpisodeEnd
@@ -19,7 +19,7 @@ from agentrl.rollout.episode_context import MAX_UNDECLARED
 from agentrl.testing.execution import POLICY, Failure, execute_episode, random_policy
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
-from tests.replay.executions import Stage, resumed_everywhere
+from tests.replay.executions import Stage
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 
 pytestmark = pytest.mark.sim
@@ -219,9 +219,7 @@ class Greedy(agentrl.Environment):
         if more:
             try:
                 solved += await ctx.gather(*ctx.spawn(Solve, {"problem": 2}, n=more))
-            except EpisodeError:
-                if more > 2:
-                    raise
+            except Exception:  # noqa: BLE001 - a refusal cannot be caught
                 await proposer.act(agentrl.user("then without them"))
         proposer.reward(agentrl.learnability(solved))
 
@@ -248,21 +246,12 @@ def test_children_beyond_the_declared_are_refused_where_they_are_asked_for(fan_o
     run = simulate(main, seed=0)
     ends = [end for end in run.journal.of_kind(EpisodeEnd) if end.header.parent_id is None]
     dropped = {end.spec.task.id: end.detail for end in ends if end.header.drop_reason == "fan_out"}
-    assert dropped.keys() == ({"digit-5"} if fan_out else {"digit-2", "digit-5"})
+    assert dropped.keys() == {"digit-2", "digit-5"}
     said = "Greedy declares 4 of Solve" if fan_out else "Greedy declares none (so at most 256) of Solve"
     assert f"{said} in fan_out, but ctx.spawn asked for 10000 after 3 before" in dropped["digit-5"]
     admitted = [admission.spec.parent_id for admission in run.journal.of_kind(Admission)]
     assert max(Counter(parent for parent in admitted if parent is not None).values()) == bound
     assert all(end.header.attempt == 0 for end in ends), "another attempt would ask for as many"
-
-
-def test_a_refusal_that_was_caught_is_met_again_on_re_execution() -> None:
-    whole, *resumed = resumed_everywhere(Stage(environment=Greedy, data={"digit": "2"}))
-    for again in resumed:
-        assert again.error is None
-        assert again.header is not None
-        assert again.header.turns == 2
-        assert again.transcript == whole.transcript
 
 
 def test_children_that_were_started_stay_where_less_is_declared_now() -> None:

@@ -18,9 +18,9 @@ from agentrl.journal.memory import MemoryJournal
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import FAILED_IN_A_ROW
 from agentrl.testing.plugin import SeededSimulation
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 from tests.sim.test_resume import second_life
+from tests.support.recording_trainer import RecordingTrainer
 
 pytestmark = pytest.mark.sim
 
@@ -480,3 +480,15 @@ def test_a_run_looks_for_cyclic_garbage_more_rarely_and_only_a_run(
         assert Looking.seen == {within}
     finally:
         gc.set_threshold(*outside)
+
+
+def test_a_constant_normalizer_is_the_same_at_each_step(simulated_loop: SeededSimulation) -> None:
+    """Steps of whole groups take more units than `step_size`."""
+
+    async def main() -> None:
+        changes = {"credit": {"group_size": 8, "advantage": "gdpo"}, "trainer": {"loss": {"normalizer": 64}}}
+        run = SmallRun(config=config_for(step_size=12, steps=2, **changes), compares_in_step=True)
+        await run.run()
+        assert [(len(batch.units), batch.normalizer) for batch in run.trainer.batches] == [(16, 12 * 64)] * 2
+
+    simulated_loop.run(main)

@@ -30,6 +30,7 @@ from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Ask, Guess, SmallRun, config_for
 from tests.sim.test_selection import tasks_of
+from tests.support.dispatched import dispatched
 
 pytestmark = pytest.mark.sim
 
@@ -123,7 +124,7 @@ def test_a_mixture_trains_evaluates_by_split_and_resumes_with_the_same_tasks(sim
         run = small()
         await run.run()
         tasks = tasks_of(run.journal)
-        played = {spec.episode_id: spec.environment for spec, _ in run.journal.dispatched()}
+        played = {spec.episode_id: spec.environment for spec, _ in dispatched(run.journal)}
         assert all(played[name].endswith(f":{task.partition(':')[0]}") for name, task in tasks.items())
         assert {name.partition(":")[0] for name in tasks.values()} == {"Digits", "Easy"}
         steps = [values for _, _, values in run.seen.steps]
@@ -196,6 +197,9 @@ def test_a_policy_of_an_environment_that_is_not_trained_is_refused() -> None:
         ("evaluation/split_pass_at/Easy@held_out/2", None),
         ("evaluation/reward", None),
         ("evaluation/split_reward", "no evaluation measures it"),
+        ("-evaluation/split_reward/held_out", None),
+        ("-evaluation/split_reward/hrad", "the evaluated splits are held_out, Easy@held_out"),
+        ("guesser/evaluation/split_reward/hrad", "the evaluated splits are held_out, Easy@held_out"),
         ("evaluation/split_reward/Digits@held_out", "the evaluated splits are held_out, Easy@held_out"),
     ],
 )
@@ -216,6 +220,14 @@ def test_a_configuration_names_members_options_and_splits() -> None:
     assert [(split.name, len(split.tasks)) for split in splits] == [("Digits@held_out", 3), ("Easy@held_out", 3)]
     assert available == 10 + 9
     assert resolve(chosen, environment).demands[0].units == {"guesser": 4}
+
+
+def test_a_split_that_is_named_twice_is_refused() -> None:
+    """Its tasks would count twice."""
+    tasks = {"held_out": 2, f"{__name__}:Easy@held_out": 2}
+    chosen = config_for(environment={"id": f"{__name__}:Easy"}, evaluation={"tasks": tasks})
+    with pytest.raises(ConfigError, match="the split held_out twice"):
+        held_out_task_splits(chosen.evaluation, chosen.environment, chosen.seed, environment_of(chosen))
 
 
 def test_splits_and_environments_beside_the_trained_one() -> None:
@@ -256,7 +268,7 @@ def test_the_tasks_to_evaluate_on_are_drawn_from_the_whole_list_by_the_seed() ->
             config_for(seed=seed, evaluation={"tasks": 64}).environment,
             config_for(seed=seed, evaluation={"tasks": 64}).seed,
             Digits,
-            ordered,
+            {"held_out": ordered},
         )
         assert available == len(ordered)
         return [int(task.id) for task in split.tasks]

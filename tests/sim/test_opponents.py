@@ -20,6 +20,7 @@ from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import (
     EpisodeSpec,
     GameTally,
+    Lines,
     PolicyVersion,
     SeatBinding,
     Task,
@@ -43,6 +44,7 @@ from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_schedules import SHARE, Duel
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crashes import crash_everywhere
+from tests.support.dispatched import dispatched, members
 
 pytestmark = pytest.mark.sim
 
@@ -81,7 +83,7 @@ def games(run: SmallRun) -> list[tuple[int, PolicyVersion, frozenset[PolicyVersi
         for unit in batch.units:
             spec = next(
                 s
-                for s, h in run.journal.members({f"g{int(unit.episode_id[1:]) // 4 * 4}"})
+                for s, h in members(run.journal, {f"g{int(unit.episode_id[1:]) // 4 * 4}"})
                 if s.episode_id == unit.episode_id
             )
             bodies = [entry.decode() for entry in log.read(unit.episode_id, unit.attempt)]
@@ -192,6 +194,7 @@ def test_a_lost_version_of_one_pool_leaves_the_others_as_they_are() -> None:
         run_seed=0,
         pinned=set,
         counts=EpisodeTotals(),
+        lines=Lines(),
     )
     seats = {"x": SeatBinding("player", None), "o": SeatBinding("past", lost)}
     spec = replace(SPEC, seats=seats, pins={"past": lost, "other": served})
@@ -214,7 +217,7 @@ def test_a_pinned_version_that_no_engine_serves_costs_its_episodes_and_not_the_r
         assert set(dropped) <= {"version_gone", "run_ended"}
         against = {
             spec.episode_id
-            for spec, header in run.journal.dispatched()
+            for spec, header in dispatched(run.journal)
             if header is not None and header.drop_reason == "version_gone" and spec.pins["past"] == Forgetful.GONE
         }
         assert len(against) == dropped["version_gone"] <= 16, "no more groups are matched with it"
@@ -244,7 +247,7 @@ def test_a_resumed_run_plays_on_against_the_same(simulated_loop: SeededSimulatio
         assert all(sampled == {pin} for _, pin, sampled in games(second))
         pool = second.orchestrator.opponents.pools["past"]
         known = sum(tally.episodes for tally in pool.tallies.values())
-        assert known == sum(1 for _ in journal.headers_against({"past"}))
+        assert known == sum("past" in {each.policy for each in end.trajectories} for _, end in members(journal))
         return sum("past" in spec.pins for spec in second.past.unfinished)
 
     assert sum(simulated_loop.run(main)) > 0, "nothing was stopped in the middle"

@@ -34,7 +34,7 @@ class WatchedRun(SmallRun):
         add = in_flight.add
 
         def added(spec: EpisodeSpec) -> None:
-            hold = orchestrator.why_not()
+            hold = orchestrator.scheduler.why_not()
             is_waiting = orchestrator.scheduler.is_training and hold is not None and hold.kind == "max_in_flight"
             if spec.purpose == "evaluate" and is_waiting:
                 is_in_turn = in_flight.held_out() < in_flight.count("train")
@@ -63,9 +63,7 @@ def evaluating(max_in_flight: int, *, every: int = 2, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("max_in_flight", "share", "max_staleness"), [(16, 8, 3), (9, 4, 0), (6, 2, 3), (5, 1, 0), (4, 2, 0), (4, 2, 3)]
-)
+@pytest.mark.parametrize(("max_in_flight", "share", "max_staleness"), [(16, 8, 3), (5, 1, 0), (4, 2, 3)])
 def test_both_share_the_permits(
     simulated_loop: SeededSimulation, max_in_flight: int, share: int, max_staleness: int
 ) -> None:
@@ -92,23 +90,22 @@ def test_both_take_turns_where_a_group_needs_all_permits(simulated_loop: SeededS
     simulated_loop.run(main)
 
 
-@pytest.mark.parametrize("max_in_flight", [2, 4])
-def test_groups_of_one_leave_permits_to_an_evaluation(simulated_loop: SeededSimulation, max_in_flight: int) -> None:
+def test_groups_of_one_leave_permits_to_an_evaluation(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         credit = {"group_size": 1, "advantage": {"name": "none"}}
         run = WatchedRun(
-            config=evaluating(max_in_flight, every=2, steps=12, max_staleness=3, credit=credit, episode_timeout_s=1e6),
+            config=evaluating(2, every=2, steps=12, max_staleness=3, credit=credit, episode_timeout_s=1e6),
             environment=SlowLesson,
             held_out=HELD_OUT,
         )
         await run.run()
-        assert run.most <= max_in_flight
+        assert run.most <= 2
         assert run.seen.evaluated == [0, 2, 4, 6, 8, 10, 12], "an evaluation is skipped while another runs"
 
     simulated_loop.run(main)
 
 
-@pytest.mark.parametrize("seconds", [6.0, 8.0, 10.0])
+@pytest.mark.parametrize("seconds", [6.0, 10.0])
 def test_resumed_episodes_that_wait_for_steps_leave_permits_to_the_first_evaluation(
     simulated_loop: SeededSimulation, seconds: float
 ) -> None:
@@ -162,12 +159,11 @@ class SlowLesson(Guess):
         await super().run(ctx)
 
 
-@pytest.mark.parametrize("max_in_flight", [5, 16])
-def test_slow_evaluations_do_not_stop_training(simulated_loop: SeededSimulation, max_in_flight: int) -> None:
+def test_slow_evaluations_do_not_stop_training(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         steps: list[float] = []
         run = WatchedRun(
-            config=evaluating(max_in_flight, every=1, steps=20, max_staleness=2, episode_timeout_s=1e6),
+            config=evaluating(5, every=1, steps=20, max_staleness=2, episode_timeout_s=1e6),
             environment=SlowExam,
             held_out=HELD_OUT,
         )
@@ -186,7 +182,7 @@ def test_slow_evaluations_do_not_stop_training(simulated_loop: SeededSimulation,
     simulated_loop.run(main)
 
 
-@pytest.mark.parametrize("max_in_flight", [4, 5, 16])
+@pytest.mark.parametrize("max_in_flight", [4, 16])
 def test_slow_training_does_not_stop_evaluations(simulated_loop: SeededSimulation, max_in_flight: int) -> None:
     async def main() -> None:
         run = WatchedRun(

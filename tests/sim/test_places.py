@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import agentrl
-from agentrl.core.records import GroupStart, PolicyVersion, Task
+from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd
@@ -35,7 +35,7 @@ def ran(environment: type[agentrl.Environment], groups: int) -> list[EpisodeEnd]
         journal, failures = MemoryJournal(), list[BaseException]()
         dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)
         for number in range(groups):
-            dispatcher.admit_group(GroupStart(Task(id=f"t{number}", data={})))
+            dispatcher.admit_group(Task(id=f"t{number}", data={}))
         async with asyncio.timeout(10_000):
             await dispatcher.worker.drain()
         assert not failures

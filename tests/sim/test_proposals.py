@@ -197,7 +197,7 @@ def test_a_crash_forgets_nothing_and_changes_no_answer(deterministic: bool) -> N
         assert scenario.run(machine, seed=operation + 1) is None
         after = remembered(machine.journal)
         assert before.items() <= after.items(), "an episode was told something else"
-        made = machine.journal.proposals()
+        made = [each for each in machine.journal.history() if isinstance(each, Proposal)]
         assert len({proposal.made_by for proposal in made}) == len(made)
         assert {proposal.made_by for proposal in made} >= after.keys()
         if deterministic:
@@ -247,7 +247,7 @@ def test_what_a_dropped_episode_proposed_is_forgotten(simulated_loop: SeededSimu
         await run.run()
         heard = [credit.reward for batch in run.trainer.batches for unit in batch.units for credit in unit.credits]
         assert heard == list(range(12)), "one after another, each heard of those before it that were trained"
-        assert len(run.journal.proposals()) == 12
+        assert len(run.orchestrator.dispatcher.memory._proposals) == 12
 
     simulated_loop.run(main)
 

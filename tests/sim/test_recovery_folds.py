@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint
 from tests.sim.crash_cases import Talk
 from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
+from tests.support.dispatched import dispatched
 from tests.support.sim_journal import SimJournal
 
 pytestmark = pytest.mark.sim
@@ -47,7 +49,9 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
             case Admission():
                 journal.admit(record.spec)
             case EpisodeEnd():
-                await journal.commit_episode(record.spec, record.header, record.digest, record.metrics, record.detail)
+                await journal.commit(
+                    EpisodeEnd(record.spec, record.header, record.digest, record.metrics, record.detail, record.counts)
+                )
             case UnitDropped():
                 journal.record(UnitDropped(record.episode_id, record.attempt, record.policy, record.reason))
             case VersionPublication():
@@ -66,8 +70,9 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
 
 def taken_over(past: PastRun) -> dict[str, Any]:
     return {
-        "ended": [(spec, header.episode_id, header.trajectories) for spec, header in past.ended],
-        "resolved": past.resolved_units({spec.episode_id for spec, _ in past.ended}),
+        "ended": past.ended,
+        "fates": past.fates,
+        "history": [replace(record, digest=b"") for record in past.log.history() if isinstance(record, EpisodeEnd)],
         "unfinished": list(past.unfinished),
         "next": (past.next_training, past.log.next_number("v")),
     }
@@ -86,8 +91,8 @@ def test_both_journals_are_folded_alike(tmp_path: Path) -> None:
         try:
             on_disk, in_memory = (PastRun(log, versions, group_size=4) for log in (journal, machine.journal))
             assert taken_over(on_disk) == taken_over(in_memory)
-            assert sorted(map(_dispatch, journal.dispatched())) == sorted(map(_dispatch, machine.journal.dispatched()))
-            assert journal.parents() == machine.journal.parents()
+            assert sorted(map(_dispatch, dispatched(journal))) == sorted(map(_dispatch, dispatched(machine.journal)))
+            assert journal.lines() == machine.journal.lines()
             assert journal.highest_lineage() == machine.journal.highest_lineage()
         finally:
             await journal.close()

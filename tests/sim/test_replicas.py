@@ -207,36 +207,6 @@ def test_what_replicas_hold_and_compute_adds_up() -> None:
     simulate(main, seed=0)
 
 
-def test_a_replica_that_is_added_gets_calls_once_it_serves_what_the_others_do() -> None:
-    async def main() -> None:
-        told: list[str] = []
-        engines = [Engine() for _ in range(3)]
-        for each in engines:
-            each.capabilities = replace(each.capabilities, places=8)
-        engine, added = EngineRouter(engines[:2], tell=told.append), engines[2]
-        await engine.serve([weights(1)])
-        added.update_s = 5.0
-        engine.add(added)
-        assert engine.capabilities.places == 16
-        assert await turns(engine, "a") == {1}
-        assert not added.asked
-        await asyncio.sleep(added.update_s)
-        assert added.updates == [PolicyVersion("solver", 0, 1)]
-        assert await turns(engine, "b") == {1}
-        assert added.asked
-        await engine.serve([weights(2)])
-        assert added.updates[-1] == PolicyVersion("solver", 0, 2)
-        assert told == ["engine replica 2 has caught up"]
-        assert engine.capabilities.places == 24
-        before = engine.busy_seconds()
-        assert before > 0
-        engine.add(Engine())
-        assert engine.busy_seconds() == pytest.approx(before)
-        await engine.close()
-
-    simulate(main, seed=0)
-
-
 def test_a_replica_that_does_not_take_a_version_is_fenced_until_it_has() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()

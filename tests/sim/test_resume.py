@@ -23,6 +23,7 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Ask, SmallRun, config_for
+from tests.support.dispatched import members
 
 pytestmark = pytest.mark.sim
 
@@ -197,7 +198,7 @@ def test_a_lost_task_is_selected_by_the_results_of_the_groups_that_had_ended(sim
         last = max(journal.unfinished(), key=lambda spec: ids.root_episode_number(spec.episode_id)).group_id
         left = without_admissions(journal, last)
         group = int(last[1:]) // 4
-        ended = Counter(spec.group_id for spec, _ in left.members())
+        ended = Counter(spec.group_id for spec, _ in members(left))
         source = Counted()
         second = second_life(first, left, 0)
         second.tasks = source

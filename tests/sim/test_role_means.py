@@ -10,6 +10,7 @@ from tests.sim.crash_cases import Talk
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_several_policies import Duel, policies
 from tests.support.crash_scenario import CrashScenario, Machine
+from tests.support.dispatched import members
 
 pytestmark = pytest.mark.sim
 
@@ -59,7 +60,7 @@ def test_a_zero_sum_game_is_compared_seat_by_seat(simulated_loop: SeededSimulati
         await run.run()
         began = {
             (header.episode_id, own.policy): own.oldest_step
-            for _, header in run.journal.members()
+            for _, header in members(run.journal)
             for own in header.trajectories
         }
         for policy in ("asker", "guesser"):

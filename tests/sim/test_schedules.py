@@ -294,3 +294,18 @@ def test_sides_change_from_group_to_group(simulated_loop: SeededSimulation) -> N
         assert by_group == {0: {("x",)}, 1: {("o",)}, 2: {("o", "x")}}
 
     simulated_loop.run(main)
+
+
+def test_a_phase_keeps_the_bound_of_the_policy_it_freezes(simulated_loop: SeededSimulation) -> None:
+    """While `o` learns, more episodes are in flight than `x`, which learns next, may have."""
+
+    async def main() -> None:
+        policies = {"x": {"step_size": 4, "max_staleness": 0}, "o": {"step_size": 16, "max_staleness": 1}}
+        run = SmallRun(
+            config=config_for(policies=policies, freeze=[("x", 2), ("o", 6)], steps={"x": 12, "o": 4}), environment=Duel
+        )
+        await run.run()
+        assert steps_of(run) == {"x": 12, "o": 4}
+        assert {metrics["staleness/max"] for policy, _, metrics in run.seen.steps if policy == "x"} == {0.0}
+
+    simulated_loop.run(main)

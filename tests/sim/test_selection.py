@@ -12,9 +12,8 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import CheckFailedError, ConfigError, InputError
-from agentrl.core.records import EpisodeSpec, Task
+from agentrl.core.records import Task
 from agentrl.journal.memory import MemoryJournal
-from agentrl.journal.past_run import PastRun
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator import scheduler
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
@@ -22,6 +21,7 @@ from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 from tests.sim.test_deterministic import guess, trained_by
+from tests.support.dispatched import dispatched, members
 
 pytestmark = pytest.mark.sim
 SELECTION = {"low": 0.1, "high": 0.6, "replay": 0.5, "retire_after": 1}
@@ -40,7 +40,7 @@ def config(*, deterministic: bool = False, steps: int = 6) -> Any:
 
 def tasks_of(journal: MemoryJournal) -> dict[str, str]:
     """The task of every root episode that was admitted."""
-    return {spec.episode_id: spec.task.id for spec, _ in journal.dispatched()}
+    return {spec.episode_id: spec.task.id for spec, _ in dispatched(journal)}
 
 
 def drops_of(run: SmallRun) -> Counter[str]:
@@ -115,18 +115,10 @@ def test_groups_of_too_few_members_are_dropped_and_the_run_continues(simulated_l
         assert resumed.orchestrator.board.step("guesser") == 6
         batches = (*run.trainer.batches, *resumed.trainer.batches)
         trained = {unit.episode_id for batch in batches for unit in batch.units}
-        committed = Counter(spec.group_id for spec, _ in journal.members())
-        groups = {spec.group_id for spec, _ in journal.members() if spec.episode_id in trained}
+        committed = Counter(spec.group_id for spec, _ in members(journal))
+        groups = {spec.group_id for spec, _ in members(journal) if spec.episode_id in trained}
         assert groups
         assert all(committed[group] > 2 for group in groups)
-
-    simulated_loop.run(main)
-
-
-def test_whole_groups_too_small_for_k_end_the_run_by_name(simulated_loop: SeededSimulation) -> None:
-    async def main() -> None:
-        with pytest.raises(InputError, match="k = 4 attempts"):
-            await SmallRun(config=pass_at(4), script=guess).run()
 
     simulated_loop.run(main)
 
@@ -174,32 +166,6 @@ def test_a_killed_deterministic_run_trains_and_selects_the_same(
 
     for seed in simulated_loop.seeds():
         simulate(killed, seed=seed)
-
-
-def test_a_resumed_run_knows_the_results_of_the_one_before(simulated_loop: SeededSimulation) -> None:
-    async def main() -> None:
-        run = SmallRun(config=config(), script=guess)
-        known: list[GroupResult] = []
-
-        def watch(orchestrator: Any) -> None:
-            record = orchestrator.buffer.on_group
-
-            def recorded(spec: EpisodeSpec, headers: Any) -> None:
-                known.append(GroupResult.of(int(spec.episode_id[1:]) // 4, spec.task, headers))
-                record(spec, headers)
-
-            orchestrator.buffer.on_group = recorded
-
-        run.during = watch
-        await run.run()
-        board = run.orchestrator.board
-        restored = Curriculum(TASKS, seed=0, selection=SELECTION)
-        restored.restore(PastRun(run.journal, {"guesser": board.current("guesser")}, group_size=4))
-        found = [(each.group, each.task.id, sorted(each.rewards)) for each in restored.results]
-        assert found == [(each.group, each.task.id, sorted(each.rewards)) for each in known[: len(found)]]
-        assert len(found) > 4
-
-    simulated_loop.run(main)
 
 
 class Counting(list[Task]):
@@ -259,3 +225,28 @@ def test_solved_tasks_are_retired_and_hard_ones_replayed() -> None:
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, ConfigError), match=message):
         config_for(**changes)
+
+
+class OneBroken(agentrl.Environment):
+    """A task whose episodes all fail, among others."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        await agent.act(agentrl.user("x"))
+        if ctx.task.id == "digit-0":
+            raise ValueError("this one task is broken")
+        agent.reward(ctx.rng.random())
+
+
+def test_a_source_hears_of_a_group_whose_members_all_failed(simulated_loop: SeededSimulation) -> None:
+    """Otherwise the task that was tried least would be the broken one forever."""
+    source = Counting(TASKS[:4])
+
+    async def main() -> None:
+        await SmallRun(config=config_for(steps=8, max_staleness=0), environment=OneBroken, tasks=source).run()
+        assert min(source.tried.values()) >= 2
+        assert len(source.tried) == 4
+
+    simulated_loop.run(main)

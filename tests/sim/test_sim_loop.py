@@ -260,7 +260,6 @@ def test_the_environment_picks_the_seed(pytester: pytest.Pytester, monkeypatch: 
     monkeypatch.delenv("AGENTRL_SIM_SEED")
     monkeypatch.setenv("AGENTRL_SIM_SEEDS", "3")
     monkeypatch.setenv("AGENTRL_SIM_FIRST", "70")
-    lines = ["simulated tests: seeds 70, 71, 72", "*seeds [[]70, 71, 72[]]*"]
-    pytester.runpytest_inprocess("-s").stdout.fnmatch_lines(lines)
+    pytester.runpytest_inprocess("-s").stdout.fnmatch_lines(["*seeds [[]70, 71, 72[]]*"])
     monkeypatch.setenv("AGENTRL_SIM_SEEDS", "many")
     assert pytester.runpytest_inprocess().ret != 0

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 import agentrl
-from agentrl.core.errors import CheckFailedError
+from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.journal.entries import TimeLimitEntry
+from agentrl.journal.entries import UnansweredEntry
 from agentrl.journal.port import EpisodeEnd
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
@@ -71,7 +71,7 @@ def test_an_act_that_hangs_after_a_turn_truncates_the_episode_also_on_re_executi
         assert (execution.header.stop_reason, execution.header.drop_reason) == ("time_limit", None)
         assert execution.header.reward == -1.0
     assert resumed[-1].transcript == whole.transcript
-    limits = [body for body in whole.bodies.values() if isinstance(body, TimeLimitEntry)]
+    limits = [body for body in whole.bodies.values() if isinstance(body, UnansweredEntry)]
     assert len(limits) == (2 if how == "branches" else 1)
 
 
@@ -299,3 +299,74 @@ def test_a_tool_environment_gives_the_reward_it_gives_for_every_limit(simulated_
 
     for ends in simulated_loop.run(main):
         assert ends == {("time_limit", -0.25)}
+
+
+class Retries(agentrl.Environment):
+    """The retry loop of many agent scripts, which meets the limit of turns for some tasks."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        is_done = False
+        while not is_done:
+            try:
+                await guesser.act(agentrl.user("Guess."))
+                is_done = len(guesser.turns) > 1 or int(ctx.task.data["digit"]) > 4
+            except Exception:  # noqa: BLE001 - as many agent scripts do
+                continue
+        guesser.reward(ctx.rng.random())
+
+
+class RetriesElsewhere(Retries):
+    """Retries in a branch, or in a task of its own."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        retries = super().run(ctx)
+        await (ctx.gather(retries, ctx.sleep(0.1)) if int(ctx.task.data["digit"]) % 2 else asyncio.create_task(retries))
+
+
+class RetriesEverything(Retries):
+    """Catches what no program should catch."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        is_done = False
+        while not is_done:
+            try:
+                await guesser.act(agentrl.user("Guess."))
+                is_done = len(guesser.turns) > 1 or int(ctx.task.data["digit"]) > 4
+            except:  # noqa: E722 - as some agent scripts do
+                continue
+        guesser.reward(ctx.rng.random())
+
+
+@pytest.mark.parametrize("environment", [Retries, RetriesElsewhere, RetriesEverything])
+def test_a_retry_loop_at_a_limit_ends_its_episode_as_truncated(
+    environment: type[agentrl.Environment], simulated_loop: SeededSimulation
+) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config_for(steps=2, sampling={"max_turns": 1}), environment=environment)
+        await run.run()
+        assert asyncio.get_running_loop().time() < run.config.episode_timeout_s
+        ends = run.journal.of_kind(EpisodeEnd)
+        assert {end.header.stop_reason for end in ends if end.header.committed} == {"completed", "max_turns"}
+        cut = next(end for end in ends if end.header.stop_reason == "max_turns")
+        assert "asked the agent again" in cut.detail
+        assert not any(end.header.drop_reason == "environment_error" for end in ends)
+
+    simulated_loop.run(main)
+
+
+def test_a_retry_loop_around_a_wrong_argument_ends_the_run_with_its_error(simulated_loop: SeededSimulation) -> None:
+    class Wrong(Retries):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            while True:
+                with contextlib.suppress(BaseException):
+                    await ctx.agent("guesser").act("Guess.")  # type: ignore[arg-type]
+
+    async def main() -> None:
+        with pytest.raises(EnvironmentDefinitionError, match="act"):
+            await SmallRun(config=config_for(steps=1), environment=Wrong).run()
+
+    simulated_loop.run(main)

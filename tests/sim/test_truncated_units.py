@@ -13,6 +13,7 @@ from agentrl.core.records import EpisodeHeader
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_resume import second_life
+from tests.support.dispatched import members
 
 pytestmark = pytest.mark.sim
 
@@ -43,7 +44,7 @@ def config(max_tokens: int = 5, **changes: Any) -> Any:
 
 
 def trained_headers(run: SmallRun) -> dict[str, EpisodeHeader]:
-    headers = {header.episode_id: header for _, header in run.journal.members()}
+    headers = {header.episode_id: header for _, header in members(run.journal)}
     return {unit.episode_id: headers[unit.episode_id] for batch in run.trainer.batches for unit in batch.units}
 
 
@@ -59,7 +60,7 @@ def test_dropped_units_are_counted_and_never_trained_also_after_a_resume(simulat
         assert len(before) + len(after) == 6 * 8
         for header in (*before.values(), *after.values()):
             assert (header.stop_reason, header.trajectories[0].reward is None) == ("completed", False)
-        cut = [header for _, header in second.journal.members() if header.stop_reason == "max_tokens"]
+        cut = [header for _, header in members(second.journal) if header.stop_reason == "max_tokens"]
         assert cut
         assert all(header.reward is None for header in cut)
         assert second.orchestrator.buffer.ledger.dropped["truncated"] > 0

@@ -20,12 +20,13 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Task, dropped_header
 from agentrl.core.rpc import send
 from agentrl.engines.process import ChildProgram
+from agentrl.journal.port import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
 from tests.support.frames import bodies
 
 pytestmark = pytest.mark.sim
 
-SEEDS = 12
+SEEDS = 6
 ACTS, ACT_S = 10, 30.0
 STARTS_S = 3.0
 """How long a process takes to start."""
@@ -178,7 +179,6 @@ class Machine:
             paths=(),
             capabilities=CAPABILITIES,
             scorers={},
-            kept_scores={},
         )
         settings = PoolSettings(workers=workers, work=work, max_in_flight=in_flight, attempts=attempts, silence_s=1e6)
         self.pool = WorkerPool(
@@ -195,8 +195,7 @@ class Machine:
         return self
 
     async def drained(self) -> None:
-        drained = asyncio.ensure_future(self.pool.drain())
-        while not drained.done():
+        while self.pool._episodes:
             await asyncio.sleep(1.0)
             if self.failure is not None:
                 raise self.failure
@@ -221,16 +220,12 @@ class Machine:
         await asyncio.sleep(30.0)
         raise EngineFailedError("it is not started again")
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
+    async def commit(self, end: EpisodeEnd) -> None:
         await asyncio.sleep(0.01)
-        if header.drop_reason is None:
-            self.ends[spec.episode_id] = asyncio.get_running_loop().time()
+        if end.header.drop_reason is None:
+            self.ends[end.spec.episode_id] = asyncio.get_running_loop().time()
         else:
-            self.dropped[spec.episode_id] = header.drop_reason
-
-    def record_episode_metrics(self, *_: object) -> None: ...
+            self.dropped[end.spec.episode_id] = end.header.drop_reason
 
     async def remember(self, *_: object) -> None:
         """Never answers, as while a tree waits for a version that another one holds."""
@@ -248,15 +243,16 @@ class Machine:
         tasks: Sequence[Task],
         call: str,
         on_end: Callable[[int, EpisodeHeader], None],
+        known: Sequence[str],
     ) -> None:
         """Children that live are not started again, whose end is known is told again."""
         for index, task in enumerate(tasks):
             name = ids.child_episode_id(parent.episode_id, 0, call, index)
             is_new = name not in self._spawned
-            known = self._spawned.setdefault(name, None)
+            header = self._spawned.setdefault(name, None)
             self._waiting[name] = on_end
-            if known is not None:
-                on_end(index, known)
+            if header is not None:
+                on_end(index, header)
             if is_new:
                 self.pool.submit(_spec(name, task.data, parent.episode_id), self._child_ended)
 

@@ -275,7 +275,6 @@ class PolicyPlan(Section):
     step_size: Episodes = 64
     max_staleness: Literal["auto"] | MaybeSteps = 1
     max_lag: MaybeSteps | None = None
-    over_lag: Literal["wait", "mask"] = "wait"
     step_seconds: Amount | None = None
     """Seconds of a step of the policy, if not proportional to `trainer.step_seconds`."""
 
@@ -574,7 +573,7 @@ class SimulationPlan(Section):
             ConfigError: the production loop refuses the plan.
         """
         policies: dict[str, dict[str, object]] = {
-            name: policy.model_dump(include={"step_size", "max_staleness", "max_lag", "over_lag"})
+            name: policy.model_dump(include={"step_size", "max_staleness", "max_lag"})
             if policy.kind == "trained"
             else {"kind": "frozen"}
             for name, policy in self.policies.items()
@@ -585,7 +584,6 @@ class SimulationPlan(Section):
                     "steps": steps,
                     "seed": self.seed,
                     "max_in_flight": self.max_in_flight,
-                    "sample_until_end": False,
                     "episode_timeout_s": 1e9,
                     "environment": {"id": self.root},
                     "model": {"path": "simulated"},

@@ -24,9 +24,9 @@ from agentrl.credit.samples import TrainingSample, trained_positions, unit_sampl
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for
+from tests.support.recording_trainer import RecordingTrainer
 
 TASKS, TURNS, CHOICES = 8, 3, 4
 GROUP = 8

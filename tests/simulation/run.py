@@ -25,12 +25,10 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.holds import Hold
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.router import EngineRouter
-from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.past_run import PastRun
-from agentrl.journal.port import Admission, MetricRow, StepRow, UnitDropped
+from agentrl.journal.port import Admission, EpisodeEnd, StepRow, UnitDropped
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
 from tests.simulation.engine import EmulatedEngine
 from tests.simulation.simulated_environments import (
@@ -39,12 +37,12 @@ from tests.simulation.simulated_environments import (
     make_root_environment,
     requested_turn_length,
 )
+from tests.simulation.timeline import RunTimeline, span_occupancy
+from tests.support.recording_trainer import RecordingTrainer
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine, GenerateRequest
     from agentrl.core.records import (
-        EpisodeHeader,
-        EpisodeSpec,
         TrainBatch,
     )
     from agentrl.journal.port import ControlRecord
@@ -173,7 +171,7 @@ async def _look(plan: SimulationPlan, recorder: Recorder, orchestrator: Orchestr
     every = plan.least_step_seconds() / SNAPSHOTS_PER_STEP
     while True:
         recorder.record_snapshot(
-            orchestrator.why_not(),
+            orchestrator.scheduler.why_not(),
             waits_for_memory=any(engine.kv_budget.waiting for engine in recorder.engines),
         )
         await asyncio.sleep(every)
@@ -248,8 +246,6 @@ class Recorder:
         """Number of steps taken, keyed by policy."""
         self.wasted = 0
         """Number of blocks sampled for units that were dropped."""
-        self.exceeded = 0.0
-        """Number of trajectories trained beyond `max_lag`."""
 
     def busy(self) -> tuple[float, float, float, float]:
         """Return the totals over all engines; see `OptimizerStep.engine`."""
@@ -281,7 +277,7 @@ class RecordingJournal(MemoryJournal):
         self._first = next(iter(recorder.plan.trained))
         self.orchestrator: Orchestrator | None = None
 
-    def record(self, *records: ControlRecord) -> None:
+    def write(self, *records: ControlRecord) -> None:
         now, recorder = asyncio.get_running_loop().time(), self._recorder
         for record in records:
             match record:
@@ -297,22 +293,19 @@ class RecordingJournal(MemoryJournal):
                     recorder.taken[version.policy] = version.step
                     if self._is_over() and self.orchestrator is not None:
                         self.orchestrator.stop()
-                case MetricRow():
-                    recorder.exceeded += record.values.get("staleness/exceeded", 0.0)
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
+    async def commit(self, end: EpisodeEnd) -> None:
         """Record the length of an episode.
 
         Raises:
             CheckFailedError: an episode was dropped, although none can fail in a simulation.
         """
+        header, name = end.header, end.spec.episode_id
         if not header.committed and header.drop_reason != "run_ended" and not self._is_over():
-            raise CheckFailedError(f"episode {spec.episode_id} was dropped ({header.drop_reason}): {detail}")
-        await super().commit_episode(spec, header, digest, metrics, detail)
-        self._recorder.lengths[spec.episode_id] = header.tokens
-        self._recorder.ended[spec.episode_id] = asyncio.get_running_loop().time()
+            raise CheckFailedError(f"episode {name} was dropped ({header.drop_reason}): {end.detail}")
+        await super().commit(end)
+        self._recorder.lengths[name] = header.tokens
+        self._recorder.ended[name] = asyncio.get_running_loop().time()
 
     def _is_over(self) -> bool:
         return self._steps is not None and self._recorder.taken[self._first] >= self._steps
@@ -380,8 +373,6 @@ class SimulationResult:
     lag_p99: float
     """99th percentile of the same."""
     lag_max: float
-    max_lag_exceeded: int
-    """Number of trajectories trained beyond `max_lag`, over all steps."""
     length_ratio: float
     """Mean length of trained episodes divided by that of all episodes that began."""
     waste: float
@@ -436,7 +427,6 @@ def compute_simulation_result(
         unit_lag=fmean(units),
         lag_p99=quantiles(units, n=100)[-1],
         lag_max=max(units),
-        max_lag_exceeded=int(recorder.exceeded),
         length_ratio=fmean(recorder.lengths[name] for name in own_units) / mean,
         waste=waste,
         episodes=len(recorder.asked),

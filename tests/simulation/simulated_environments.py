@@ -173,6 +173,10 @@ class LengthChatFormat:
     ) -> list[int]:
         return self.start(messages, ())
 
+    def write_reply(self, text: str, context: Sequence[int], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """Return no tokens, because simulated tokens have no text."""
+        return []
+
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:

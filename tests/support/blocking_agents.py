@@ -28,7 +28,7 @@ from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.support.recording_trainer import RecordingTrainer
 
 AGENTS = 64
 HANGING = 8

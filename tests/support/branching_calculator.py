@@ -1,4 +1,4 @@
-"""The calculator, with branches or probes between its turns, or resampled turns at its end."""
+"""The calculator, with branches between its turns."""
 
 from __future__ import annotations
 
@@ -14,24 +14,3 @@ class BranchingCalculator(Calculator):
     async def between_turns(self, ctx: agentrl.EpisodeContext) -> None:
         if ctx.branches_left() == self.branches:
             await ctx.branch(self.branches)
-
-
-class ProbingCalculator(Calculator):
-    """Two probes after each of the first two results of tools."""
-
-    probes = 4
-
-    async def between_turns(self, ctx: agentrl.EpisodeContext) -> None:
-        if len(ctx.agent("agent").turns) <= 2:
-            await ctx.branch(2, probe=True)
-
-
-class ResamplingCalculator(Calculator):
-    """Four samples of the second turn of every episode that has one."""
-
-    branches = 4
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        await super().run(ctx)
-        if len(ctx.agent("agent").turns) > 1:
-            await ctx.resample(4, at=1)

@@ -20,11 +20,12 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.core.tokens import Completion, ExpertRoutingSpan, TrajectoryRow
+from agentrl.journal.port import Admission
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agentrl.core.records import FinishReason, FrozenGroupBaselines, GroupStart, Purpose, StopReason
+    from agentrl.core.records import FinishReason, Purpose, StopReason
     from agentrl.journal.past_run import PastRun
 
 INITIAL = PolicyVersion("policy", 0, 0)
@@ -189,39 +190,25 @@ def make_trajectory(
     return Trajectory(seat=seat, index=0, policy=policy, rows=(row,), reward=reward)
 
 
-def make_past(
-    members: Sequence[tuple[EpisodeSpec, EpisodeHeader]] = (),
-    *,
-    unfinished: Sequence[EpisodeSpec] = (),
-    root_tasks: Mapping[str, str] | None = None,
-    baselines: Mapping[str, FrozenGroupBaselines] | None = None,
-) -> PastRun:
-    """The past of a run whose `members` were committed in this order, in groups that are not open, and whose
-    `unfinished` episodes continue."""
-    log = SimpleNamespace(
-        dispatched=lambda newest: iter(members),
-        next_number=lambda prefix: 0,
-        ended_children=lambda parents: {},
-        proposals=lambda newest: [],
-        episode_metrics=lambda episode_ids: {},
-    )
+def make_past(*, unfinished: Sequence[EpisodeSpec] = ()) -> PastRun:
+    """The past of a run whose `unfinished` episodes continue."""
+    log = SimpleNamespace(next_number=lambda prefix: 0, repinning=None)
     past = SimpleNamespace(
         log=log,
-        members=lambda: iter(members),
+        records=[Admission(spec=spec) for spec in unfinished],
         ended=(),
         unfinished=unfinished,
         open_groups={spec.group_id for spec in unfinished},
-        root_tasks=root_tasks or {},
-        baselines=baselines or {},
-        group_scores={},
+        fates={},
+        baselines={},
+        num_scores={},
         group_size=1,
         next_training=0,
         lost_numbers=lambda: (),
-        resolved_units=lambda episode_ids: {},
     )
     return cast("PastRun", past)
 
 
-def no_lost_group(group: int) -> GroupStart:
-    """For `Dispatcher.restore` of a past without lost admissions."""
+def no_lost_group(group: int) -> Task:
+    """For `Dispatcher.resume` of a past without lost admissions."""
     raise AssertionError(f"group {group} was not lost")

@@ -98,8 +98,6 @@ def judge(directory: Path, *, ended: bool, before: Mapping[tuple[Any, ...], byte
     for call, digest in (entries_on_disk(directory) if before else {}).items():
         if before.get(call, digest) != digest:
             verdict.resampled.add(f"entry {call} was recorded anew")
-    if manifest:
-        _judge_ledger(manifest["ledger"], ended=ended, verdict=verdict)
     return verdict
 
 
@@ -265,15 +263,3 @@ def _judge_pruned(control: sqlite3.Connection, consumed: set[Unit], policies: se
     for unit in set(control.execute(query)) - consumed - dropped:
         if unit[2] in policies:
             verdict.lost.add(f"pruned, and neither trained nor dropped: {unit}")
-
-
-def _judge_ledger(ledger: dict[str, Any], *, ended: bool, verdict: Verdict) -> None:
-    left = ledger["in_flight"] + ledger["ready"] + ledger["trained"] + sum(ledger["dropped"].values())
-    if ledger["admitted"] != left:
-        verdict.ledger_errors.add(f"episodes of the manifest: {ledger}")
-    for policy, committed in ledger["units_committed"].items():
-        counts = (ledger[name].get(policy, 0) for name in ("units_ready", "units_consumed", "units_dropped"))
-        if committed != sum(counts):
-            verdict.ledger_errors.add(f"units of {policy} of the manifest: {ledger}")
-    if ended and (ledger["in_flight"] or ledger["ready"]):
-        verdict.ledger_errors.add(f"in flight or ready at the end: {ledger}")

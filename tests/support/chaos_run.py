@@ -6,10 +6,9 @@ engine in a process of its own, Ray. Small real runs that start fast and take ma
 `workers` two worker processes, `two` two policies and child episodes, `ray` all of its processes under Ray, `cluster`
 three workers, two engines and two ranks on the nodes of a cluster, `trees` branches, scores, and tools in sandboxes,
 `outside` an external agent, `selected` dynamic sampling, selected tasks and a reference. Two ranks train a mixture of
-experts and replay its routing: `experts` adapters on experts to which tokens travel; `context` all weights, with tokens
-divided among the ranks and versions stored as changes; `admission` the same with dispatched experts, two engines and
-`max_in_flight = "auto"`. The first two are deterministic. What is acknowledged is appended to `acknowledged.jsonl`
-beside the run, after the acknowledgement, for an oracle that trusts nothing else.
+experts and replay its routing: `experts` adapters, deterministic; `admission` all weights, with two engines and
+`max_in_flight = "auto"`. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after the
+acknowledgement, for an oracle that trusts nothing else.
 """
 
 from __future__ import annotations
@@ -190,12 +189,12 @@ def acknowledging(file: Path) -> None:
     def say(*what: Any) -> None:
         os.write(descriptor, (json.dumps(what) + "\n").encode())
 
-    commit, write, record = SqliteJournal.commit_episode, CheckpointWriter.write, SqliteJournal.record
+    commit, write, record = SqliteJournal.commit, CheckpointWriter.write, SqliteJournal.record
 
-    async def commit_episode(self: Any, spec: Any, header: Any, *rest: Any) -> None:
-        await commit(self, spec, header, *rest)
-        if spec.purpose == "train":
-            say("commit", header.episode_id, header.attempt, header.drop_reason)
+    async def commit_and_say(self: Any, end: Any) -> None:
+        await commit(self, end)
+        if end.spec.purpose == "train":
+            say("commit", end.header.episode_id, end.header.attempt, end.header.drop_reason)
 
     async def write_checkpoint(self: Any, *arguments: Any) -> Path:
         path = await write(self, *arguments)
@@ -208,7 +207,7 @@ def acknowledging(file: Path) -> None:
                 say("version", *each.weights.version, each.weights.sha256)
         record(self, *records)
 
-    SqliteJournal.commit_episode = commit_episode  # type: ignore[method-assign]
+    SqliteJournal.commit = commit_and_say  # type: ignore[method-assign]
     SqliteJournal.record = record_and_say  # type: ignore[method-assign]
     CheckpointWriter.write = write_checkpoint  # type: ignore[method-assign]
 
@@ -275,8 +274,8 @@ MIXTURE = [
     *("engine.capture_routing=true", "policies.solver.learning_rate=0.003"),
 ]
 """Settings of runs that train a mixture of experts, random at first, on two ranks."""
-MIXTURES = ("experts", "context", "admission")
-CHANGES = ["model.dtype=bfloat16", "engine.publish=delta", "policies.solver.max_staleness=0"]
+MIXTURES = ("experts", "admission")
+ROUNDED = ["model.dtype=bfloat16", "policies.solver.max_staleness=0"]
 REAL: Mapping[str, list[str]] = {
     "real": ["policies.solver.step_size=32", "cluster.address=local"],
     "one": [*SMALL, "max_in_flight=16"],
@@ -297,12 +296,11 @@ REAL: Mapping[str, list[str]] = {
         f'scorers.slow={{ function = "{ROOT}/tests/support/score_functions.py:slow", options = {{ seconds = 0.1 }} }}',
     ],
     "experts": [
-        *(*MIXTURE, "deterministic=true", "engine.refresh=episode", "trainer.experts=dispatched"),
-        "policies.solver.lora={ rank = 4, experts = true }",
+        *(*MIXTURE, "deterministic=true", "engine.refresh=episode"),
+        "policies.solver.lora={ rank = 4 }",
     ],
-    "context": [*MIXTURE, *CHANGES, "deterministic=true", "trainer.experts=gathered", "trainer.context_ranks=2"],
     "admission": [
-        *(*MIXTURE, *CHANGES, "trainer.experts=dispatched", "engine.replicas=2", "max_in_flight=auto"),
+        *(*MIXTURE, *ROUNDED, "engine.replicas=2", "max_in_flight=auto"),
     ],
     "outside": [
         *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.oracle_outside:Asking", "engine.max_context=256"),

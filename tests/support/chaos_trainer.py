@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.process import die_with_parent
+from agentrl.core.parent_death import die_with_parent
 
 STATE_FILE = "trained.json"
 

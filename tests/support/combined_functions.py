@@ -17,12 +17,12 @@ def by_step(group: agentrl.Group) -> list[float]:
     return list(group.rewards)
 
 
-@agentrl.advantage(over="tree", linear=True)
+@agentrl.advantage(over="tree")
 def by_tree(group: agentrl.Group) -> list[list[float]]:
     return [[reward] for reward in group.rewards]
 
 
-@agentrl.loss(groups="token", linear=True)
+@agentrl.loss(groups="token")
 def of_token(batch: agentrl.LossBatch) -> object:
     return -batch.advantages * batch.logprobs
 
@@ -52,6 +52,6 @@ def ranked(group: Sequence[agentrl.Scored]) -> list[float]:
     return [0.0 for _ in group]
 
 
-@agentrl.scorer(linear=True)
+@agentrl.scorer
 def alone(group: Sequence[agentrl.Scored]) -> list[float]:
     return [0.0 for _ in group]

@@ -16,7 +16,7 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
-from agentrl.journal.port import MetricRow, VersionPublication
+from agentrl.journal.port import EpisodeEnd, MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import weights
 
@@ -89,4 +89,4 @@ async def play(
         trajectories=(TrajectoryHeader("solver", 0, "solver", reward, 1, version.step, version.lineage),),
         location=EpisodeDataLocation("turns-w0.db", 0),
     )
-    await journal.commit_episode(spec, header, b"", {})
+    await journal.commit(EpisodeEnd(spec, header))

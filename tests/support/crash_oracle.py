@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, TypeVar
 from agentrl.journal.entries import EffectIntentEntry, ResourceCallEntry, TurnEntry
 from agentrl.journal.port import Admission, EpisodeEnd, UnitDropped, VersionPublication
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint, resumable_manifests
-from agentrl.testing.recording_trainer import TRAINED_FILE
 from tests.support.crash_scenario import CHECKPOINTS
+from tests.support.dispatched import ready_units
+from tests.support.recording_trainer import TRAINED_FILE
 
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
@@ -76,7 +77,7 @@ def needed(machine: Machine) -> list[str]:
     violations = []
     for manifest in resumable_manifests(CHECKPOINTS, disk=machine.disk):
         versions = manifest.versions
-        for _, header in machine.journal.ready_units(versions):
+        for _, header in ready_units(machine.journal, versions):
             entries, _ = machine.journal.recorded(header.episode_id, header.attempt)
             if header.location is not None and len(entries) < header.location.entries:
                 violations.append(f"pruned: {header.episode_id} is ready again at {dict(versions)}, and it is gone")

@@ -26,8 +26,8 @@ from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
+from tests.support.recording_trainer import RecordingTrainer
 from tests.support.sim_disk import SimDisk, SimulatedCrashError
 from tests.support.sim_journal import SimJournal
 

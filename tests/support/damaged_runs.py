@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentrl.testing.sample_run import write_sample_run
+from tests.support.sample_run import write_sample_run
 
 
 def sample(directory: Path) -> Path:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import AdvantageConfig, CreditConfig, EngineConfig, LossConfig
+from agentrl.config.sections import EngineConfig, LossConfig
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.core.tokens import ExpertRouting, KeptSets, TrainingSample, TrajectoryRow
@@ -153,7 +153,6 @@ def training(
     dtype: str = "float32",
     steps: int = 1,
     reference: str = "",
-    gae: bool = False,
     masked: bool = False,
     routed: bool = False,
     resume: bool = False,
@@ -169,8 +168,6 @@ def training(
             policy = policy.model_copy(update={"reference": str(_write_base(place / f"teacher-{kind}", kind, seed=3))})
         config = run_config(base, policies={"policy": policy}, **settings)
         changes: dict[str, Any] = {"model": config.model.model_copy(update={"dtype": dtype})}
-        if gae:
-            changes["credit"] = CreditConfig(advantage=AdvantageConfig(name="gae"))
         if routed:
             changes["engine"] = EngineConfig(capture_routing=True, max_context=512)
         config = config.model_copy(update=changes)
@@ -353,16 +350,13 @@ CASES: dict[str, Case] = {
     "entropy bonus of a whole-step loss": training(entropy_bonus=0.01, loss=LossConfig(name="gspo")),
     "mean over sequences": training(loss=LossConfig(normalizer="sequences")),
     "divergence from the base": training(lora=True, loss=LossConfig(kl=0.1)),
-    "divergence k1": training(lora=True, loss=LossConfig(kl=0.1, kl_estimator="k1")),
-    "divergence k2 from a reference": training(reference="model", loss=LossConfig(kl=0.1, kl_estimator="k2")),
+    "divergence": training(lora=True, loss=LossConfig(kl=0.1)),
+    "divergence from a reference": training(reference="model", loss=LossConfig(kl=0.1)),
     "distillation into an adapter": training(lora=True, reference="model", loss=LossConfig(name="distillation")),
     "distillation with reward": training(
         reference="model", loss=LossConfig(name="distillation", reward=0.5), masked=True
     ),
     "preferences of an adapter": training(lora=True, loss=LossConfig(name="dpo")),
-    "value head": training(gae=True, steps=2, resume=True),
-    "value head with an adapter": training(gae=True, lora=True),
-    "value head of a whole-step loss": training(gae=True, loss=LossConfig(name="gspo")),
     "masks": training(masked=True),
     "masks, small micro-batches": training(masked=True, micro_batch_tokens=40),
     "masks of a whole-step loss": training(masked=True, loss=LossConfig(name="gspo")),

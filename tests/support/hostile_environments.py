@@ -40,8 +40,8 @@ from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.support.hostile_acts import FATAL, HARMLESS, MEMORY_BYTES
+from tests.support.recording_trainer import RecordingTrainer
 
 QUICK = ("exits", "interrupts", "recurses_in_an_effect", "kills_its_process", "stops_the_loop")
 STEPS, STEP_SIZE, TASKS = 3, 8, 20

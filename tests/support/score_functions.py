@@ -33,10 +33,14 @@ async def patchy(scored: agentrl.Scored, how: str = "raise") -> float:
             raise agentrl.InfrastructureError("503")
         if how == "hang":
             await asyncio.sleep(1e6)
-        if how == "refuse":
-            raise agentrl.Unscorable("the content was filtered")
         return float("nan")
     return 0.5
+
+
+@agentrl.scorer
+def explained(scored: agentrl.Scored) -> agentrl.Score:
+    """A score with an explanation."""
+    return agentrl.Score(0.5, "half of it is right")
 
 
 @agentrl.scorer

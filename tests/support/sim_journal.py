@@ -18,9 +18,8 @@ from agentrl.journal.store import FLUSH_SECONDS, LINGER_SECONDS
 from tests.support.sim_disk import SimDisk
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.memory import PartialItem
     from agentrl.journal.port import ControlRecord
@@ -90,15 +89,13 @@ class SimJournal(MemoryJournal):
         assert isinstance(log, SimTurnLog)
         return log
 
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        """See `JournalStore.commit_episode`."""
-        key = (spec.episode_id, spec.attempt)
+    async def commit(self, end: EpisodeEnd) -> None:
+        """See `JournalStore.commit`."""
+        key = (end.spec.episode_id, end.spec.attempt)
         if key in self._ended_attempts:
-            raise JournalError(f"episode {spec.episode_id} attempt {spec.attempt} ended twice")
+            raise JournalError(f"episode {key[0]} attempt {key[1]} ended twice")
         self._ended_attempts.add(key)
-        self.record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
+        self.record(end)
         await self.flush()
         self.acknowledged.append(key)
 
@@ -172,8 +169,8 @@ class SimJournal(MemoryJournal):
         log.journal = self
         return log
 
-    def record(self, *records: ControlRecord) -> None:
-        super().record(*records)
+    def write(self, *records: ControlRecord) -> None:
+        super().write(*records)
         self.round_within(self.flush_seconds)
 
     def _commit_all(self) -> None:

@@ -24,8 +24,8 @@ WARM.set_forkserver_preload(
         "agentrl.engines.embedded.engine",
         "agentrl.engines.remote.engine_server",
         "agentrl.learn.trainer",
-        "agentrl.tinker.service",
-        "agentrl.tinker.trainer",
+        "agentrl_tinker.service",
+        "agentrl.parts.learner",
         "transformers.models.qwen3.modeling_qwen3",
         "tests.support.short_start_checks",
     ]

@@ -12,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 import agentrl
-from agentrl.environment import mcp
-from agentrl.environment.mcp import MCPServer
 from agentrl.journal.entries import EffectEntry, ToolEntry
+from agentrl_mcp import MCPServer
+from agentrl_mcp import servers as mcp
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play
 

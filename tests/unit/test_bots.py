@@ -20,6 +20,7 @@ from agentrl.engines.router import EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from tests.sim.small_run import SmallRun, config_for
+from tests.support.dispatched import members
 
 ASKED: list[tuple[str, ...]] = []
 
@@ -89,7 +90,7 @@ def test_a_bot_is_told_its_seats_conversation_and_what_it_says_is_recorded() -> 
     async def replay(run: SmallRun) -> None:
         before = len(ASKED)
         unit = run.trainer.batches[0].units[0]
-        spec = next(spec for spec, _ in run.journal.members({"g0"}) if spec.episode_id == unit.episode_id)
+        spec = next(spec for spec, _ in members(run.journal, {"g0"}) if spec.episode_id == unit.episode_id)
         entries = run.journal.turn_log("0").read(spec.episode_id, 0)
         with pytest.raises(JournalError, match="twice"):  # it came to its end again
             await run.orchestrator.dispatcher.worker._runner.run(spec, Cards, entries)  # type: ignore[attr-defined]

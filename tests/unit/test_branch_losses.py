@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import agentrl
-from agentrl.config.algorithms import LOSSES, NORMALIZERS
+from agentrl.config.algorithms import NORMALIZERS
 from agentrl.core.errors import ConfigError
-from agentrl.learn.losses import BUILT_IN
 from tests.branch_losses import BOTH_MOVED, SECOND_MOVED, Combination, combinations
-from tests.loss_cases import loss_named
+from tests.loss_cases import ALL_LOSSES, DECLARATIONS, loss_named
 from tests.markdown_pages import ROOT
 from tests.support import user_functions
 
@@ -44,7 +43,7 @@ def test_the_page_has_the_groupings_of_the_code() -> None:
     table = page.partition("### What a loss groups by")[2].partition("###")[0]
     rows = {row.split("`")[1]: row.split(" | ") for row in table.splitlines() if row.startswith("| `")}
     found = {(name, grouping) for grouping, row in rows.items() for name in re.findall(r"`(\w+)`", row[1])}
-    assert found >= {(name, declaration.groups) for name, declaration in LOSSES.items()}
+    assert found >= {(name, declaration.groups) for name, declaration in DECLARATIONS.items()}
     assert found <= {(each.name, each.loss.grouping) for each in combinations()}
     for case in combinations():
         _, losses, exchanged, branches = rows[case.loss.grouping]
@@ -54,10 +53,10 @@ def test_the_page_has_the_groupings_of_the_code() -> None:
     assert {f'normalizer = "{name}"' in rows["agent"][1] for name, by in NORMALIZERS.items() if by == "agent"} == {True}
 
 
-@pytest.mark.parametrize("name", [name for name, declaration in LOSSES.items() if declaration.groups_option])
+@pytest.mark.parametrize("name", [name for name, declaration in DECLARATIONS.items() if declaration.groups_option])
 def test_the_table_has_the_default_of_the_option(name: str) -> None:
-    option = inspect.signature(BUILT_IN[name]).parameters[LOSSES[name].groups_option]
-    assert option.default == LOSSES[name].groups
+    option = inspect.signature(ALL_LOSSES[name]).parameters[DECLARATIONS[name].groups_option]
+    assert option.default == DECLARATIONS[name].groups
     with pytest.raises(ConfigError, match=r"trainer\.loss\.level = 'word': expected one of token, turn"):
         loss_named(name, level="word")
 

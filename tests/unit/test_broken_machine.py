@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -84,34 +83,6 @@ def test_commands_from_a_directory_that_is_gone(
     assert main(["env", "new", "zoo"]) == 2
     assert "working directory" in capsys.readouterr().err
     assert [check.level for check in doctor.disk_checks()] == ["missing"]
-
-
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
-        ("import sys; sys.exit(0)", "no: it ended without a message (exit code 0)"),
-        ("import os; os.kill(os.getpid(), 9)", "no: it ended without a message (exit code -9)"),
-        ("raise OSError('libray.so is missing')", "no: OSError: libray.so is missing"),
-        ("__version__ = '2'", "yes, 2"),
-        ("print('noise'); __version__ = '2'", "yes, 2"),
-    ],
-)
-def test_the_doctor_says_whether_ray_can_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str
-) -> None:
-    (tmp_path / "ray.py").write_text(body)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(metadata, "version", lambda name: "2.60.0")
-    (check,) = doctor.ray_import_checks()
-    assert check.result == told
-    assert (check.level == "missing") == told.startswith("no")
-
-
-def test_the_doctor_runs_no_file_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ray.py").write_text("open('canary', 'w')")
-    monkeypatch.chdir(tmp_path)
-    doctor.ray_import_checks()
-    assert not (tmp_path / "canary").exists()
 
 
 def test_a_new_environment_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

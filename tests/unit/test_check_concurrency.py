@@ -171,36 +171,11 @@ PLANTED = {
         """,
         before="client = None",
     ),
-    "client-key-mutated": program(
-        """
-        client.url, client.key = endpoint.url, endpoint.key
-        return await loop(task, client.chat)
-        """,
-        before="client = Client.__new__(Client)",
-    ),
     "os.environ": program(
         """
         os.environ.update(OPENAI_BASE_URL=endpoint.url, OPENAI_API_KEY=endpoint.key)
         return await loop(task, lambda messages: Client().chat(messages))
         """,
-    ),
-    "os.environ-and-a-thread": program(
-        """
-        os.environ.update(OPENAI_BASE_URL=endpoint.url, OPENAI_API_KEY=endpoint.key)
-        return await asyncio.to_thread(lambda: asyncio.run(loop(task, Client().chat, turns=1)))
-        """,
-    ),
-    "module-agent-with-history": program(
-        """
-        HISTORY.clear()
-        HISTORY.append({"role": "user", "content": task.data["question"]})
-        for _ in range(2):
-            reply = await Client(endpoint).chat(HISTORY)
-            HISTORY.append({"role": "assistant", "content": reply["content"]})
-            HISTORY.append({"role": "user", "content": "Go on."})
-        return "done"
-        """,
-        before="HISTORY = []",
     ),
     "module-task-in-reward": program(
         """
@@ -217,12 +192,6 @@ PLANTED = {
         ask("Plan: " + question)
         ask("Do: " + (SHARED / "plan.txt").read_text())
         """,
-    ),
-    "command-answer-at-a-fixed-path": command(
-        """
-        (SHARED / "answer.txt").write_text(ask(question) + question)
-        """,
-        reward="return float(task.data['question'] in (SHARED / 'answer.txt').read_text())",
     ),
     "command-fixed-port": command(
         """
@@ -252,17 +221,6 @@ PLANTED = {
         agent.reward(1.0)
         """,
         before="LOG = []",
-    ),
-    "contextvar-with-a-shared-default": turns(
-        """
-        history = HISTORY.get()
-        history.clear()
-        history.append(ctx.task.data["question"])
-        await agent.act(agentrl.user("Ready?"))
-        await agent.act(agentrl.user(history[-1]))
-        agent.reward(1.0)
-        """,
-        before='HISTORY = contextvars.ContextVar("history", default=[])',
     ),
     "chdir": turns(
         """
@@ -311,30 +269,6 @@ PLANTED = {
             return task.data["question"]
         ''',
     ),
-    "cache-keyed-by-tool": tools(
-        '''
-        @agentrl.tool
-        def height(self) -> str:
-            """Return the height."""
-            return CACHE.setdefault("height", self.answer)
-
-        def prompt(self, task):
-            self.answer = str(task.data["height"])
-            return task.data["question"]
-        ''',
-        before="CACHE = {}",
-    ),
-    "cache-in-a-file": turns(
-        """
-        def question():
-            path = SHARED / "question.txt"
-            if not path.exists():
-                path.write_text(ctx.task.data["question"])
-            return path.read_text()
-        await agent.act(agentrl.user(await ctx.effect("question", question)))
-        agent.reward(1.0)
-        """,
-    ),
     "session-closed-by-the-first-to-end": program(
         """
         global session
@@ -365,24 +299,10 @@ PLANTED = {
         """,
         attributes="task = None",
     ),
-    "class-state-of-tools": tools(
-        '''
-        @agentrl.tool
-        def height(self) -> str:
-            """Return the height."""
-            return str(E.task.data["height"])
-
-        def prompt(self, task):
-            E.task = task
-            return task.data["question"]
-        ''',
-        attributes="task = None",
-    ),
 }
 
 
 SOUND = {
-    "client-per-episode": program("return await loop(task, Client(endpoint).chat)"),
     "shared-session-with-a-key-per-request": program(
         """
         client = Client(endpoint)
@@ -402,13 +322,6 @@ SOUND = {
             return await loop(task, lambda messages: client.chat(messages), turns=1)
         """,
         before="LOCK = asyncio.Lock()",
-    ),
-    "two-at-a-time": program(
-        """
-        async with PLACES:
-            return await loop(task, Client(endpoint).chat, turns=1)
-        """,
-        before="PLACES = asyncio.Semaphore(2)",
     ),
     "synchronous-in-a-thread": program(
         """
@@ -433,13 +346,6 @@ SOUND = {
         return (await ask(" ".join(reply["content"] for reply in replies)))["content"]
         """,
     ),
-    "failing-program": program(
-        """
-        await Client(endpoint).chat([{"role": "user", "content": task.data["question"]}])
-        raise ValueError("no answer to " + task.data["question"])
-        """,
-        attributes="failed_reward = 0.0",
-    ),
     "command-in-its-directory": command(
         """
         pathlib.Path("plan.txt").write_text(question)
@@ -447,32 +353,6 @@ SOUND = {
         ask("Do: " + pathlib.Path("plan.txt").read_text())
         """,
         reward="return float(task.data['question'] in (episode.directory / 'plan.txt').read_text())",
-    ),
-    "command-on-a-free-port": command(
-        """
-        import socket
-        server = socket.socket()
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        ask(question)
-        """,
-    ),
-    "state-in-self": turns(
-        """
-        self.question = ctx.task.data["question"]
-        await agent.act(agentrl.user("Ready?"))
-        await agent.act(agentrl.user(self.question))
-        agent.reward(float(ctx.task.data["height"]))
-        """,
-    ),
-    "contextvar": turns(
-        """
-        QUESTION.set(ctx.task.data["question"])
-        await agent.act(agentrl.user("Ready?"))
-        await agent.act(agentrl.user(QUESTION.get()))
-        agent.reward(1.0)
-        """,
-        before='QUESTION = contextvars.ContextVar("question")',
     ),
     "cache-keyed-by-task-and-a-counter": turns(
         """
@@ -511,20 +391,6 @@ SOUND = {
         await agent.act(agentrl.user(" ".join(read)))
         agent.reward(1.0)
         """,
-    ),
-    "shared-log": tools(
-        '''
-        @agentrl.tool(external=True)
-        def note(self, text: str) -> str:
-            """Note a text.
-
-            Args:
-                text: the text.
-            """
-            with (SHARED / "log.txt").open("a") as log:
-                log.write(text)
-            return "noted " + text
-        ''',
     ),
     "global-random": tools(
         '''

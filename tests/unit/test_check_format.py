@@ -9,9 +9,15 @@ import pytest
 import agentrl
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.testing.check import check_environment
+from tests.support.checks import keep_checks
 from tests.support.slow_episodes import make_slow
 
 TASKS = [agentrl.Task(id=f"t{n}", data={"question": f"{n}?"}) for n in range(8)]
+
+
+@pytest.fixture(autouse=True)
+def _only_these_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_checks(monkeypatch, "tasks", "episodes", "rewards", "format")
 
 
 class Lake(agentrl.Environment):
@@ -88,6 +94,43 @@ class Fragile(Lake):
         if turn.text.startswith("@"):
             raise ValueError("cannot parse")
         ctx.agent("agent").reward(1.0)
+
+
+class Whisper(agentrl.Environment):
+    """The listener wins with a text that stands in the speaker's, and so with an empty one."""
+
+    seats = ("speaker", "listener")
+    wins = staticmethod(lambda guess, said: guess in said)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        speaker, listener = map(ctx.agent, self.seats)
+        said = (await speaker.act(agentrl.user("say left or right"))).text
+        reward, is_legal = 0.0, said in ("left", "right")
+        ctx.metric("turns/illegal", not is_legal)
+        if is_legal:
+            guess = (await listener.act(agentrl.user("left or right?"))).text
+            ctx.metric("turns/illegal", guess not in ("left", "right"))
+            reward = float(self.wins(guess, said))
+        for agent in (speaker, listener):
+            agent.reward(reward)
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return TASKS
+
+
+class SoundWhisper(Whisper):
+    """Compares the whole text."""
+
+    wins = staticmethod(lambda guess, said: guess == said)
+
+
+def test_one_seat_breaks_the_format_while_the_others_play() -> None:
+    """If all broke it at once, the speaker would end each episode before the listener speaks."""
+    (finding,) = check_environment(Whisper).findings
+    assert finding.startswith("breaking the format pays: a policy of seat 'listener' whose every turn says")
+    assert "earns 1.000 on average" in finding
+    assert check_environment(SoundWhisper).findings == []
 
 
 def test_an_environment_that_pays_for_nonsense_is_named() -> None:

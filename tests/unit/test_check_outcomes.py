@@ -18,10 +18,12 @@ from gymnasium import spaces
 from pydantic import AfterValidator, Field
 
 import agentrl
+import agentrl_mcp
 from agentrl.environment import gym
 from agentrl.testing.check import check_environment
 from agentrl_formats.bfcl import Bfcl
 from agentrl_formats.gem import Gem
+from tests.support.checks import keep_checks
 
 INSTALL = "the extra games is not installed"
 
@@ -444,7 +446,9 @@ PLANTED: dict[str, tuple[Callable[[], type], str]] = {
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_planted(fault: str) -> None:
+def test_planted(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = ("names", "tasks", "splits", "episodes", "turns", "rewards", "tools", "refused_calls", "texts", "actions")
+    keep_checks(monkeypatch, *looks, "demonstrations")
     make, words = PLANTED[fault]
     report = check_environment(make())
     assert words in report.text, report.text
@@ -605,7 +609,7 @@ def server(module: str) -> Callable[[], type]:
         repository = tempfile.mkdtemp()
         subprocess.run(["git", "init", "-q", repository], check=True)
         arguments = ["--repository", repository] if module == "mcp_server_git" else []
-        served = agentrl.MCPServer(command=[str(python), "-m", module, *arguments])
+        served = agentrl_mcp.MCPServer(command=[str(python), "-m", module, *arguments])
         return type("Served", (Desk,), {"__module__": __name__, "mcp_servers": (served,)})
 
     return make

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import pytest
 
 import agentrl
 from agentrl.core.clock import SystemClock
@@ -12,9 +14,12 @@ from agentrl.environment.environment import Split, TaskSource
 from agentrl.testing import load_clock
 from agentrl.testing.check import check_environment
 from agentrl.testing.wrong_calls import BROKEN_JSON, OTHER_FORM, UNKNOWN, WRONG_ARGUMENTS
+from tests.support.checks import keep_checks
 
-if TYPE_CHECKING:
-    import pytest
+
+@pytest.fixture(autouse=True)
+def _only_these_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_checks(monkeypatch, "tasks", "episodes", "wrong_calls")
 
 
 class Tasks(agentrl.Environment):

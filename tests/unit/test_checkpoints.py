@@ -17,16 +17,15 @@ from agentrl.core.errors import StorageError
 from agentrl.core.files import LocalDisk
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.baselines import DecayingMean, MeanAtStep, SeatRole
-from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import FORMAT, CheckpointWriter, Manifest, find_newest_checkpoint
 from agentrl.orchestrator.versions import BestRunningMean
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.markdown_pages import ROOT
+from tests.support.recording_trainer import RecordingTrainer
 
 
 def write(directory: Path, step: int, *, keep: int = 10) -> Path:
     versions = {"policy": PolicyVersion("policy", 0, step)}
-    return asyncio.run(CheckpointWriter(directory, keep=keep).write(RecordingTrainer(["policy"]), versions, Ledger()))
+    return asyncio.run(CheckpointWriter(directory, keep=keep).write(RecordingTrainer(["policy"]), versions))
 
 
 def change_manifest(checkpoint: Path, **changes: Any) -> None:
@@ -84,7 +83,7 @@ def test_the_opponents_of_a_checkpoint_are_those_that_were_drawn_from(tmp_path: 
     pools = {"past": (PolicyVersion("policy", 0, 3), PolicyVersion("policy", 1, 7)), "none": ()}
     versions = {"policy": PolicyVersion("policy", 1, 8)}
     writer = CheckpointWriter(tmp_path, keep=2)
-    asyncio.run(writer.write(RecordingTrainer(["policy"]), versions, Ledger(), opponents=pools))
+    asyncio.run(writer.write(RecordingTrainer(["policy"]), versions, opponents=pools))
     manifest, _ = find_newest_checkpoint(tmp_path)
     assert manifest is not None
     assert manifest.opponents == pools
@@ -103,7 +102,7 @@ def test_a_write_that_is_cancelled_while_it_seals_ends_whole(tmp_path: Path) -> 
     async def cancel_it() -> None:
         writer = CheckpointWriter(tmp_path, disk=SlowDisk())
         versions = {"policy": PolicyVersion("policy", 0, 1)}
-        writing = asyncio.create_task(writer.write(RecordingTrainer(["policy"]), versions, Ledger()))
+        writing = asyncio.create_task(writer.write(RecordingTrainer(["policy"]), versions))
         await asyncio.to_thread(is_sealing.wait, 30)
         for _ in range(2):
             writing.cancel()

@@ -20,7 +20,7 @@ def test_every_claim_is_in_its_page_and_rests_on_something_that_holds() -> None:
 @pytest.mark.parametrize(
     ("page", "sentence", "altered"),
     [
-        ("README.md", "both with the same vLLM, a merged LoRA", "each with a server of its own"),
+        ("README.md", "both with the same vLLM and a merged LoRA", "each with a server of its own"),
         ("README.md", "is another project", "is this project"),
         (
             "docs/how-to/coming_from.md",

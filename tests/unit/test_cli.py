@@ -15,17 +15,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from huggingface_hub import constants
-from safetensors.numpy import save_file
 
-from agentrl.app.recipes import RECIPES
 from agentrl.cli.commands import EPISODE_COLUMNS, LIVE_SETTINGS
 from agentrl.cli.commands import make_parser as _parser
 from agentrl.cli.main import main
 from agentrl.cli.runs import find_run
 from agentrl.config.load import live_settings
+from agentrl.config.run import RunConfig
 from agentrl.core.text import escape_text
 from agentrl.inspection.reader import COLUMNS
 from agentrl.journal.store import SqliteJournal
@@ -141,6 +139,15 @@ def test_headings_are_columns_that_can_be_filtered_by(directory: Path, capsys: p
     headings = capsys.readouterr().out.splitlines()[0].split()
     assert {"stop_reason", "drop_reason", "oldest_step"} < set(headings) <= set(COLUMNS)
     assert EPISODE_COLUMNS.split(", ") == list(COLUMNS)
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_the_help_of_training_shows_that_settings_are_options(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    named = re.findall(r"--([a-z_.]+)=\S+", capsys.readouterr().out.partition("Each setting is an option:")[2])
+    assert {"name", "steps", "seed"} <= set(named)
+    assert {name.partition(".")[0] for name in named} <= RunConfig.model_fields.keys()
 
 
 def test_the_help_lists_the_settings_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,13 +277,7 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
     text = capsys.readouterr().out
     assert "steps = 7" in text
     assert f'path = "{(directory / "other").resolve()}"' in text
-    assert "# policies.policy.learning_rate: chosen at the start, by the model's size" in text  # weights are missing
-    assert "\nlearning_rate = " not in text, "a file of this text leaves it open, too"
-    save_file({"weight": np.zeros(4)}, directory / "other" / "model.safetensors")
-    main(["train", "run.toml", "--model", "other", "--dry-run"])
-    text = capsys.readouterr().out
-    assert f"learning_rate = {RECIPES[0].full_learning_rate}" in text
-    assert "chosen at the start, by" not in text
+    assert "\nlearning_rate = 1e-05" in text
     assert (
         answer(capsys, "train", "run.toml", "--trainer.loss.name=ppo", "--dry-run")["trainer"]["loss"]["name"] == "ppo"
     )
@@ -290,6 +291,16 @@ def test_a_dry_run_refuses_a_model_that_a_start_would_refuse(
     (directory / "run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "models/nothing"\n')
     assert main(["train", "run.toml", "--dry-run"]) == 2
     assert "model.path: there is no directory" in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_a_name_that_a_start_refuses(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(directory / "tiny")
+    (directory / "run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "tiny"\n')
+    (directory / "runs" / "taken" / "checkpoints").mkdir(parents=True)
+    for more in ([], ["--dry-run"]):
+        assert main(["train", "run.toml", "--name=taken", *more]) == 2
+        assert "exists; resume it with --resume, choose another --name" in capsys.readouterr().err
+    assert main(["train", "run.toml", "--name=free", "--dry-run"]) == 0
 
 
 def test_a_dry_run_prints_the_warnings_of_a_start(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,9 +361,3 @@ def test_a_reader_that_leaves_ends_a_listing_well_and_a_change_badly(directory: 
         else:
             assert done.stderr.endswith(f"{code}\n"), command
             assert "output was closed" in done.stderr
-
-
-def test_the_option_that_against_replaced_is_answered_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["evaluate", "run.toml", "--compare", "base"])
-    assert "--compare was replaced by --against" in capsys.readouterr().err

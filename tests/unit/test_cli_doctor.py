@@ -177,20 +177,6 @@ def test_memory_is_listed_by_trainer_and_engine() -> None:
     assert parts.count("this process") == 2, "Python with its libraries, and their code"
 
 
-def test_a_file_that_hides_a_library_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("ray.py", "random.py", "env.py", "test.py"):
-        (tmp_path / name).touch()
-    assert [(check.name, check.fix) for check in doctor.shadowing_file_checks()] == [
-        ("random.py", "mv random.py my_random.py"),
-        ("ray.py", "mv ray.py my_ray.py"),
-    ]
-    assert main(["doctor"]) == 0
-    assert "hides the library ray" in capsys.readouterr().out
-
-
 def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
     absent = doctor.distribution_check("no-such-package-here", {}, extra="train", needed=True)
     assert (absent.level, absent.result) == ("missing", "not installed")

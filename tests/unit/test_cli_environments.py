@@ -286,4 +286,4 @@ def test_a_part_without_news_is_repeated_ever_more_rarely() -> None:
         if len(file.getvalue()) > before:
             shown.append(second)
         clock.now += 1.0
-    assert shown == [0, 10, 30, 70, 150, 200, 210, 230, 250, 260, 280]
+    assert shown == [0, 10, 30, 70, 130, 190, 200, 210, 230, 250, 260, 280]

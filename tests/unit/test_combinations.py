@@ -10,8 +10,7 @@ import pytest
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.parts import compatible
-from docs.generators.combinations import all_parts
-from tests.combinations import SETTINGS, recording, start
+from tests.combinations import SETTINGS, all_parts, recording, start
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -12,7 +12,6 @@ import agentrl
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import ConfigError, InputError
-from docs.generators.combinations import combinations_page
 from docs.generators.commands import render_commands_page
 from docs.generators.configuration import configuration_page, documented_keys
 
@@ -23,11 +22,6 @@ def test_the_page_is_up_to_date(repository: Path) -> None:
     )
 
 
-def test_the_page_of_combinations_is_up_to_date(repository: Path) -> None:
-    page = (repository / "docs/reference/combinations.md").read_text(encoding="utf-8")
-    assert page == combinations_page(), "run `make docs-config`"
-
-
 def test_the_page_of_the_command_line_is_up_to_date(repository: Path) -> None:
     page = (repository / "docs/reference/cli.md").read_text(encoding="utf-8")
     assert page == render_commands_page(), "run `make docs-config`"
@@ -36,7 +30,7 @@ def test_the_page_of_the_command_line_is_up_to_date(repository: Path) -> None:
 def test_the_page_of_the_python_api_has_every_public_name_once(repository: Path) -> None:
     lines = (repository / "docs/reference/api.md").read_text(encoding="utf-8").splitlines()
     names = [line.removeprefix("::: agentrl.") for line in lines if line.startswith(":::")]
-    assert sorted(names) == sorted([*agentrl.__all__, "formats"])
+    assert sorted(names) == sorted([*agentrl.__all__, "formats", "parts"])
 
 
 SETTING = re.compile(r"^\* `(\w+)( = .+?)?`(.*)<br>\n  (.+)$", re.MULTILINE)

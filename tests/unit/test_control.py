@@ -11,7 +11,6 @@ import pytest
 
 from agentrl.app.control import RunControl, serve_control
 from agentrl.app.plan import resolve
-from agentrl.app.recipes import with_learning_rates
 from agentrl.app.resume import with_recorded_changes
 from agentrl.config.load import SettingSources, load, setting_sources
 from agentrl.config.run import RunConfig
@@ -24,9 +23,11 @@ from agentrl.core.control_messages import (
     short_socket_path,
 )
 from agentrl.core.errors import InputError
+from agentrl.core.records import WeightsRef
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import changed_settings
 from agentrl.inspection.statistics import run_state
+from agentrl.journal.port import VersionPublication
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import step_of
@@ -59,8 +60,7 @@ def test_only_the_changed_setting_counts_as_set_after_a_resume(tmp_path: Path, s
     assert "learning_rate" not in config.trained["guesser"].model_fields_set
     resumed = with_recorded_changes(config, asyncio.run(changed(tmp_path, config, setting)), SettingSources())
     assert (resumed.steps, resumed.evaluation.every) in ((60, config.evaluation.every), (config.steps, 7))
-    before = {"policies": {"guesser": {"learning_rate": 0.25}}}
-    assert with_learning_rates(resumed, before).trained["guesser"].learning_rate == 0.25, "as the run began"
+    assert "learning_rate" not in resumed.trained["guesser"].model_fields_set
 
 
 def test_an_entry_of_a_table_holds_after_a_resume(tmp_path: Path) -> None:
@@ -76,7 +76,10 @@ def test_an_entry_of_a_table_holds_after_a_resume(tmp_path: Path) -> None:
 def test_fewer_steps_than_the_run_has_taken_are_refused(tmp_path: Path) -> None:
     async def taken() -> None:
         store = SqliteJournal(tmp_path)
-        store.record(*(step_of("guesser", 0, number, []) for number in range(1, 7)))
+        for number in range(1, 7):
+            step = step_of("guesser", 0, number, [])
+            weights = WeightsRef(version=step.version, path="", kind="full", sha256="0" * 64)
+            store.record(step, VersionPublication(weights, step.report.started_from))
         await store.close()
 
     asyncio.run(taken())

@@ -7,12 +7,14 @@ import math
 import statistics
 
 import pytest
+from agentrl_algorithms.advantages import best_of_n
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages.group_baselines import group_mean, group_std, leave_one_out, no_baseline
 from agentrl.credit.estimators import REWARD_ESTIMATORS
-from agentrl.credit.to_go import advantages_to_go
+from agentrl.credit.group import Group
+from agentrl.credit.group_baselines import group_mean, group_std, leave_one_out, no_baseline
+from agentrl.credit.to_go import advantages_to_go, rewards_to_go
 
 rewards = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 
@@ -125,3 +127,11 @@ def test_each_turn_is_compared_by_what_was_still_to_come(
                 to_go[at] - sum(others) / len(others), abs=1e-9
             )
     assert [by_turn[0] for by_turn in found] == pytest.approx([a.value for a in leave_one_out(rewards)], abs=1e-9)
+
+
+def test_rewards_to_go_tie_whether_or_not_something_was_paid_before() -> None:
+    """A: 0.1 + 0.2 for the episode. B: 0.5 for turn 0, then 0.1 + 0.2."""
+    rewards, paid = [0.1 + 0.2, 0.5 + 0.1 + 0.2], [0.0, 0.5]
+    first, second = rewards_to_go(rewards, paid)
+    assert first == second == 0.3
+    assert best_of_n(Group(rewards=(first, second, 0.0), episodes=("a", "b", "c"))) == [1.5, 1.5, 0.0]

@@ -101,7 +101,6 @@ def test_a_row_with_another_value_of_an_input_has_another_digest(name: str) -> N
             spans=(VersionSpan(1, 2, version),),
             kept=KeptSets(np.array([0, 1], np.int32), np.array([2 + change], np.int32)),
             experts=ExpertRouting(np.full((1, 1, 1), change, np.int16)),
-            is_cut=bool(change),
         )
 
     one, other = sample(0), sample(1)
@@ -143,21 +142,10 @@ def test_a_row_of_one_temperature_has_the_digest_of_versions_with_one_per_row() 
         return row.with_column("temperatures", np.array(temperatures))
 
     def digest_of(temperature: float, table: TrainingSample) -> bytes:
-        content = msgspec.msgpack.encode((temperature, False, table.encode()))
+        content = msgspec.msgpack.encode((temperature, table.encode()))
         return hashlib.blake2b(content, digest_size=16).digest()
 
     assert row_digest(row) == row_digest(with_temperatures(1, 1, 1)) == digest_of(1.0, row)
     assert row_digest(with_temperatures(1, 0.7, 0.7)) == digest_of(0.7, row)
     mixed = with_temperatures(1, 0.7, 1.3)
     assert row_digest(mixed) == digest_of(0.0, mixed)
-
-
-def test_the_row_of_the_last_turn_is_the_one_that_was_cut() -> None:
-    """Rows of an external agent interleave: here the second row is a call between the turns of the first."""
-    (row,) = make_trajectory(turns=1).rows
-    rows = [
-        row.with_column("turn_index", np.where(row.loss_mask, last_turn, -1).astype(np.int32)) for last_turn in (2, 1)
-    ]
-    unit = replace(make_unit(TrajectoryCredit("agent", 0, 1.0, 1.0, 0.0)), is_cut=True)
-    found = unit_samples(unit, [replace(make_trajectory(turns=1), rows=tuple(rows))])
-    assert [item.is_cut for item in found] == [True, False]

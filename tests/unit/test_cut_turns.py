@@ -12,22 +12,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import aiohttp
 import gymnasium
-import numpy as np
 import pytest
 from gymnasium import spaces
 
 import agentrl
-from agentrl.core.records import Message, PolicyVersion, Scored, Task, Turn, VersionSpan
-from agentrl.core.tokens import Completion
+from agentrl.core.records import Task
 from agentrl.environment.games import Game, GameEnvironment, GamePosition
 from agentrl.environment.registry import resolve
 from agentrl.environments.calculator.env import Calculator
 from agentrl.environments.frozen_lake.env import FrozenLake
 from agentrl.environments.propose_and_solve.env import INVALID, ProposeAndSolve
 from agentrl.environments.tictactoe.env import TicTacToe
-from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
 from agentrl.journal.entries import RewardEntry
-from agentrl.rollout.scoring.retrying import conversation_content
+from agentrl_formats.session import Call, Session, SessionEnvironment, Start, Step
 from tests.unit.episodes import Played, play
 
 SEEN: list[Any] = []
@@ -338,16 +335,3 @@ def test_a_text_that_a_program_stops_at_cuts_nothing() -> None:
     stopped = played(Row(Stopping, ["one END two three"], 9, [], 0, 0), Stopping)
     assert (stopped.header.reward, stopped.header.stop_reason) == (1.0, "completed")
     assert [episode.truncated for episode in SEEN] == [False]
-
-
-@pytest.mark.parametrize(("reason", "is_cut"), [("stop", False), ("length", True)])
-def test_a_judge_is_told_that_the_reply_it_judges_is_cut(reason: Any, is_cut: bool) -> None:
-    spans = (VersionSpan(0, 1, PolicyVersion("p", 0, 0)),)
-    message = Message(role="assistant", content="yes, but")
-    completion = Completion(
-        token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), finish_reason=reason, spans=spans
-    )
-    turn = Turn(text=message.content, message=message, completion=completion)
-    messages = (agentrl.user("?"), message)
-    scored = Scored(task=Task(id="t", data={}), seat="agent", turn=turn, number=0, messages=messages)
-    assert [content.get("cut_off", False) for content in conversation_content(scored)] == [False, is_cut]

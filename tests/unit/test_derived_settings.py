@@ -40,12 +40,6 @@ def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(planned, "_programs", lambda parts: [])
 
 
-def test_an_adapter_takes_ten_times_the_learning_rate_of_all_weights(repository: Path) -> None:
-    policies = {"a": {"lora": {"rank": 4}}, "b": {}, "c": {"lora": {}, "learning_rate": 0.5}}
-    config = configured(repository, policies=policies, seats={"solver": "a"})
-    assert [policy.learning_rate for policy in config.trained.values()] == [1e-5, 1e-6, 0.5]
-
-
 def test_the_trainer_takes_ray_where_there_are_several_ranks(repository: Path) -> None:
     assert configured(repository).trainer_plan.in_process
     assert not configured(repository, trainer={"ranks": 2}).trainer_plan.in_process

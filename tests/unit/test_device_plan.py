@@ -25,7 +25,6 @@ from agentrl.config.run import MIN_GPU_PARAMETERS, RunConfig
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import Gpu, Memory, gpus, install_command, machine_memory
 from agentrl.engines.weights.reading import device_memory
-from agentrl.engines.weights.transports import local_transport
 from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.ranks import rank_device
 
@@ -130,22 +129,6 @@ def test_memory_that_another_process_holds_is_named_before_vllm_starts() -> None
     assert plan_devices(configuration(1, 1, memory_share=0.1).device_demand, busy).memory_conflicts() == []
 
 
-def test_a_reward_model_takes_a_gpu_that_is_left_or_the_cpu() -> None:
-    models = {"prm": {"reward_model": "a", "unscorable": 0.0}, "orm": {"reward_model": "b", "unscorable": 0.0}}
-    config = RunConfig.model_validate(configuration().model_dump(exclude_none=True) | {"scorers": models})
-    plan = plan_devices(config.device_demand, machine(3))
-    assert plan.lines()[1:] == [
-        "GPU 1: reward model prm",
-        "GPU 2: engine 0 (90% of its memory)",
-        "CPU: reward model orm",
-    ]
-    assert [gpu and gpu.id for gpu in map(plan.gpu_of_reward_model, ("prm", "orm"))] == ["1", None]
-    assert plan_devices(config.device_demand, machine(2)).reward_models == {"prm": None, "orm": None}
-    models["prm"]["device"] = "cpu"
-    on_cpu = RunConfig.model_validate(config.model_dump(exclude_none=True) | {"scorers": models})
-    assert plan_devices(on_cpu.device_demand, machine(3)).reward_models == {"prm": None, "orm": 1}
-
-
 def test_without_gpus_nothing_is_assigned() -> None:
     plan = plan_devices(configuration(4, 4).device_demand, [])
     assert (plan.ranks, plan.engines, plan.lines(), plan.gpu_of_rank(3), plan.gpus_of_engine(3)) == (
@@ -155,29 +138,6 @@ def test_without_gpus_nothing_is_assigned() -> None:
         None,
         (),
     )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "size", "count", "expected"),
-    [
-        (1, 1, 1, 1, ["ipc"]),
-        (1, 1, 1, 2, ["nccl"]),
-        (4, 2, 2, 8, ["nccl", "nccl"]),
-        (2, 2, 1, 2, ["ipc", "nccl"]),
-        (1, 1, 2, 2, [None]),  # it has rank 0's GPU, and another, to which that shares nothing
-        (2, 1, 2, 3, ["nccl"]),  # it shares a GPU with rank 1 alone
-    ],
-)
-def test_weights_go_by_where_trainer_and_engine_stand(
-    ranks: int, replicas: int, size: int, count: int, expected: list[str | None]
-) -> None:
-    plan = planned(ranks, replicas, size, count, 0)
-    assert [local_transport(plan, number) for number in range(replicas)] == expected
-
-
-def test_weights_go_by_file_on_cpus_and_to_engines_without_a_trainer_beside() -> None:
-    assert local_transport(plan_devices(configuration().device_demand, []), 0) is None
-    assert local_transport(plan_devices(configuration().device_demand, machine(1), ranks=False), 0) is None
 
 
 def of_two_bases(replicas: int = 1, size: int = 1, **engine: Any) -> RunConfig:
@@ -466,7 +426,6 @@ def test_engines_of_several_policies_share_one_gpu_with_their_trainer() -> None:
     plan = plan_devices(config.device_demand, machine(1))
     assert (plan.ranks, plan.engines, plan.shares) == ((0,), ((0,), (0,)), (0.225, 0.225))
     assert plan.share_of_rank(0) == pytest.approx(1 - 0.45 - 3 * CONTEXT / CARD.total)
-    assert [local_transport(plan, number) for number in range(2)] == ["ipc", "ipc"]
     assert plan.lines()[0].count("engine ") == 2
     with pytest.raises(ConfigError, match="CUDA contexts"):
         plan_devices(of_two_full_policies(2, engine={"vllm": {}, "memory_share": 0.5}).device_demand, machine(1))

@@ -15,9 +15,9 @@ from agentrl.cli.commands import make_parser as _parser
 from agentrl.config.mistakes import all_keys
 from agentrl.config.run import RunConfig
 from agentrl.observe.metrics import find_registered_metric
-from agentrl.tinker.config import ServerConfig
+from agentrl_tinker.config import ServerConfig
 from benchmarks.figures import read_bounds
-from tests.markdown_pages import LINK, PAGES, ROOT, blocks, broken_links, prose, python_of
+from tests.markdown_pages import HEADING, LINK, PAGES, ROOT, anchor_of, blocks, broken_links, prose, python_of
 from tests.outside_agents.environments import LIBRARIES, REQUIREMENTS
 
 NEEDED = {"environment": {"id": "calculator"}, "model": {"path": "agentrl.environments:calculator/model"}}
@@ -81,11 +81,9 @@ NO_SETTINGS = {"engine.log", "model.safetensors"}
 
 
 def test_settings_named_in_the_text_exist() -> None:
-    """Settings of sections; decisions name the settings of their day."""
     sections = "|".join(sorted({key.partition(".")[0] for key in all_keys(RunConfig) if "." in key}))
     pattern = re.compile(rf"`((?:{sections})\.[\w.]+)(?=[` ])")
-    pages = [page for page in PAGES if page.parent.name != "decisions"]
-    named = [(name(page), key) for page in pages for key in pattern.findall(prose(page)) if key not in NO_SETTINGS]
+    named = [(name(page), key) for page in PAGES for key in pattern.findall(prose(page)) if key not in NO_SETTINGS]
     assert len(named) > 100
     assert not [(page, key) for page, key in named if not any(re.fullmatch(pattern, key) for pattern in KNOWN)]
 
@@ -164,3 +162,54 @@ def test_every_example_and_benchmark_has_its_line_and_numbers_have_no_gap() -> N
     assert numbers == list(range(1, len(numbers) + 1))
     listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert not [benchmark.name for benchmark in read_bounds()[1] if f"| `{benchmark.name}` |" not in listed]
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 750
+    assert len(text.partition("\nmake demo ")[0].split()) <= 150, "the first command stands on the first screen"
+    assert len(re.findall(r"\]\(", text)) <= 15
+
+
+def test_every_page_is_two_clicks_from_the_readme() -> None:
+    near = {page.parent / target.partition("#")[0] for page, target in _first_clicks()}
+    assert ROOT / "docs/index.md" in near
+    far = {page for page in PAGES if page.is_relative_to(ROOT / "docs")} - {page.resolve() for page in near}
+    assert far == set()
+
+
+QUESTIONS = {
+    "my reward does not rise": ("how-to/faq.md#the-reward-does-not-rise", "**Alarms.**"),
+    "my calls are not read": ("how-to/faq.md#the-reward-does-not-rise", '`model.reply_format = "json"`'),
+    "train my OpenAI agent": ("tutorials/outside_agents.md", "agentrl.HarnessEnvironment"),
+    "train two policies": ("how-to/several_agents.md", "[policies.small.lora]"),
+    "resume after a crash": ("how-to/recovery.md", "--resume"),
+    "use two machines": ("how-to/several_gpus.md#several-machines", "ray start --head"),
+    "export the adapter": ("tutorials/getting_started.md#export-the-trained-adapter-or-model", "merge_and_unload"),
+    "what does staleness do": ("explanation/off_policy.md", "**The mean staleness is at most S**"),
+    "reward by a judge": ("how-to/scores.md#judges-and-reward-models", "judge(rubric"),
+    "how much memory": ("how-to/memory.md", "agentrl doctor"),
+    "log to W&B": ("reference/metrics.md#wb-tensorboard-trackio", '`sinks = ["wandb"]`'),
+    "credit per turn": ("reference/algorithms.md#credit-per-turn", "`to_go`"),
+}
+"""What people ask: where a link of the README or the index leads, and what answers it there."""
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_is_answered_within_300_words_behind_a_link_that_is_found(question: str) -> None:
+    address, answer = QUESTIONS[question]
+    file, _, anchor = address.partition("#")
+    assert (ROOT / "docs" / address) in {page.parent / target for page, target in _first_clicks()}
+    text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+    if anchor:
+        text = next(text[match.end() :] for match in HEADING.finditer(text) if anchor_of(match[1]) == anchor)
+    before, found, _ = text.partition(answer)
+    assert found
+    assert len(before.split()) <= 300
+
+
+def _first_clicks() -> list[tuple[Path, str]]:
+    """The links of the README and of the index, which it links, each with its page."""
+    pages = (ROOT / "README.md", ROOT / "docs/index.md")
+    links = [(page, target) for page in pages for _, target in LINK.findall(page.read_text(encoding="utf-8"))]
+    return [(page, target) for page, target in links if "://" not in target]

@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 
 import agentrl
+import agentrl_mcp
 from agentrl.core.errors import AgentRLError, CheckFailedError, EnvironmentDefinitionError
 from agentrl.core.reply_formats import REPLY_FORMATS
 from agentrl.environment.registry import as_environment
@@ -295,7 +296,7 @@ def test_case_a_tool_of_a_server_can_be_used(tmp_path: pathlib.Path, tools: dict
     server.write_text(SERVER)
     listed = [{"name": name, "inputSchema": schema} for name, schema in tools.items()]
     command = [sys.executable, str(server), json.dumps(listed)]
-    desk = environment(mcp_servers=[agentrl.MCPServer(command=command, tools=selected)])
+    desk = environment(mcp_servers=[agentrl_mcp.MCPServer(command=command, tools=selected)])
     assert called(desk, next(iter(tools))).endswith("read\n[resource file:///a.txt]\nthe content")
 
 

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.evaluation import EvaluatedEpisode, Evaluation, _is_decided
-from agentrl.config.sections import EvaluationConfig
-from agentrl.core.betting import anytime_interval
+from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
 from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.intervals import confidence_half_width
-from agentrl.core.records import EpisodeHeader, Task
+from agentrl.core.records import EpisodeHeader
 from agentrl.observe.metrics import with_unset_metrics
-from agentrl.orchestrator.evaluation import HeldOutSplit, IntervalRule, PlayedTasks, TaskOrder, evaluation_metrics
+from agentrl.orchestrator.evaluation import evaluation_metrics
 from tests.support.builders import make_episode_header, make_spec
 
 
@@ -54,22 +52,6 @@ def test_the_interval_is_over_tasks_and_leaves_out_what_was_dropped() -> None:
     assert found["evaluation/reward_error"] == pytest.approx(1.96 * statistics.stdev([1.0, 0.0, 0.5]) / math.sqrt(3))
     assert found["evaluation/pass_at/2"] == pytest.approx(1.0)
     assert evaluation_metrics(headers([[1.0], [0.0]]), None, 1)["evaluation/pass_at/1"] == 0.5
-
-
-def test_intervals_that_hold_at_any_time_are_wider_and_need_rewards_within_bounds() -> None:
-    ended = headers([[1.0], [0.0], [1.0], [1.0]] * 10)
-    fixed = evaluation_metrics(ended, None)
-    rule = IntervalRule((0.0, 1.0), 0.05)
-    anytime = evaluation_metrics(ended, None, rule=rule)
-    assert anytime["evaluation/reward"] == fixed["evaluation/reward"] == 0.75
-    low, _ = anytime_interval([1.0, 0.0, 1.0, 1.0] * 10)
-    assert anytime["evaluation/reward_error"] == pytest.approx(0.75 - low)
-    assert anytime["evaluation/reward_error"] > fixed["evaluation/reward_error"]
-    assert anytime["evaluation/pass_at_error/1"] == anytime["evaluation/reward_error"]
-    outside = headers([[3.0], [0.0], [1.0], [1.0]] * 10)
-    found = evaluation_metrics(outside, None, rule=rule)
-    assert found["evaluation/reward_error"] == evaluation_metrics(outside, None)["evaluation/reward_error"]
-    assert found["evaluation/pass_at_error/1"] == anytime["evaluation/pass_at_error/1"], "which is within 0 and 1"
 
 
 def test_episodes_that_a_limit_ended_and_failed_programs_are_counted() -> None:
@@ -138,32 +120,6 @@ def test_tasks_of_different_splits_with_equal_ids_are_paired_with_themselves() -
 
     found = of_splits(0.9, 0.1).compared_with(of_splits(0.1, 0.9))
     assert (found["difference/better"], found["difference/worse"], found["difference/tasks"]) == (20.0, 20.0, 40.0)
-
-
-def test_a_decision_pairs_tasks_by_id_and_data() -> None:
-    splits = [HeldOutSplit(name, [Task(id=f"t{n}", data={"of": name}) for n in range(40)]) for name in ("easy", "hard")]
-    order, played = TaskOrder(splits, 1, is_mixed=False), PlayedTasks()
-    episodes = [
-        replace(each, id=f"o{at}", task_id=order.task(at).id, task=order.task(at).data, reward=float(at < 40))
-        for at, each in enumerate(evaluation({f"{at}": 0.0 for at in range(80)}).episodes)
-    ]
-    places = range(80)
-    played.add(places, headers([[float(at < 40)] for at in places]))
-    against = Evaluation({}, episodes)
-    assert not _is_decided(order, played, against, EvaluationConfig()), "equal rewards of each task"
-    played = PlayedTasks()
-    played.add(places, headers([[1.0] for at in places]))
-    assert _is_decided(order, played, against, EvaluationConfig())
-
-
-def test_a_reward_outside_its_bounds_leaves_an_interval_of_a_fixed_size_and_says_so() -> None:
-    high = {f"t{number}": 3.0 + number / 20 for number in range(20)}
-    low = {f"t{number}": 2.0 + (number % 2) / 20 for number in range(20)}
-    with pytest.warns(UserWarning, match=r"got the reward 3, outside \[0, 1\].*Set evaluation.bounds"):
-        found = evaluation(high).compared_with(evaluation(low))
-    differences = [high[task] - low[task] for task in high]
-    half = found["difference/reward"] - found["difference/reward_low"]
-    assert half == pytest.approx(confidence_half_width(differences))
 
 
 def test_an_attempt_is_solved_if_each_rewarded_agent_has_1() -> None:

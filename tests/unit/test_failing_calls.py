@@ -301,7 +301,7 @@ def test_after_the_end_a_single_call_is_enough() -> None:
 
 def test_calls_are_counted_by_name_and_the_commonest_error_is_told() -> None:
     activity = counted("a", "b", "b", "c\nd")
-    activity.count_call("scorer 'judge'", None, "scores/failed/judge")
+    activity.count_call("tool search", None, "tool/error")
     assert failing_calls(activity.totals()) == {"effect 'grade'": FailingCalls(4.0, 4.0, 4.0, "b", EFFECT_ERROR)}
 
 

@@ -26,7 +26,7 @@ from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.orchestrator.group_scores import conversations
-from agentrl.rollout.calls.journal import CallJournal
+from agentrl.rollout.calls.journal import CallJournal, Prefix
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.external.agent import cut_at_text
 from agentrl.testing.check import check_environment
@@ -824,13 +824,10 @@ def test_an_agent_from_outside_survives_as_many_deaths_of_its_process_as_there_a
     assert (header.drop_reason, header.attempt, header.turns) == (None, 41, 2)
 
 
-def test_turns_that_were_not_requested_are_inherited_or_of_the_newest_attempt() -> None:
+def test_turns_that_were_not_requested_are_those_of_the_newest_attempt() -> None:
     body = encode_body(next(iter(turns(play(ToolLoop, ["3"])))))
-    of = [("e0", 3), ("f0", 0), ("f0", 1)]
-    entries = [JournalEntry(episode, attempt, f"main:{n}.0", b"", body) for n, (episode, attempt) in enumerate(of)]
-    journal = CallJournal(MemoryJournal().turn_log(PARTITION), "f0", 2, answers=entries)
-    assert len(journal.unasked_turns("main")) == 2
-    journal.open_named("main:2.0", b"")
+    entries = [JournalEntry("e0", attempt, f"main:{attempt}.0", b"", body) for attempt in (0, 1, 1)]
+    journal = CallJournal(MemoryJournal().turn_log(PARTITION), "e0", 2, Prefix([], answers=entries))
     assert len(journal.unasked_turns("main")) == 1
     assert journal.unasked_turns("other") == []
 

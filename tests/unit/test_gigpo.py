@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from agentrl_algorithms.advantages import gigpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -30,18 +31,17 @@ from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.ids import group_id_of
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.credit.advantages.gigpo import gigpo
-from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.estimators import make_advantage_estimator
 from agentrl.credit.group import Group
+from agentrl.credit.group_baselines import leave_one_out
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry, gigpo_state_hash
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.function_check import check_advantage
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for
 from tests.support.builders import make_episode_header, make_spec
+from tests.support.recording_trainer import RecordingTrainer
 from tests.unit.episodes import play
 from tests.unit.test_supervisor import Lives, NoWaiting
 
@@ -130,10 +130,8 @@ def test_a_discount_of_none_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("credit", "reason"),
     [
-        ({"turn_credit": "to_go"}, "gigpo"),
         ({"release": "late"}, "baseline"),
         ({"release": "episode"}, "baseline"),
-        ({"group_size": 1}, "group_size = 1"),
     ],
 )
 def test_what_breaks_a_promise_is_refused(credit: dict[str, Any], reason: str) -> None:

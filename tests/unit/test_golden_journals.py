@@ -41,11 +41,11 @@ environment.id = "calculator"
 model.path = "agentrl.environments:calculator/model"
 policies.solver = {}
 """
-REFUSED = "journal format '1', but this version of agentrl reads format 2; use agentrl at commit 70fcf8e3"
+REFUSED = "journal format '3', but this version of agentrl reads format 4; use agentrl at commit d59b0c92"
 
 
-NOT_READERS = {"list", "pause", "resume", "drain", "set", "mirror"}
-"""`list` names the run with its reason, `mirror` takes other arguments, and the others speak to a running process."""
+NOT_READERS = {"list", "pause", "resume", "drain", "set"}
+"""`list` names the run with its reason; the others speak to a running process."""
 
 
 def content_of(run: Path) -> dict[str, str]:
@@ -55,17 +55,16 @@ def content_of(run: Path) -> dict[str, str]:
     return {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.damages_journal  # tests/journal_oracle.py reads format 2 alone
-def test_every_reader_refuses_a_run_of_format_1_by_name_and_leaves_it_as_it_is(
+@pytest.mark.damages_journal  # tests/journal_oracle.py reads the current format alone
+def test_every_reader_refuses_a_run_of_the_format_before_by_name_and_leaves_it_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = extract(1, tmp_path / "run")
+    run = extract(3, tmp_path / "run")
     before = content_of(run)
     file = tmp_path / "run.toml"
     file.write_text(TRAIN + f"directory = {str(tmp_path)!r}\n")
-    reading = commands(run, random_stream("format", 1))
+    reading = commands(run, random_stream("format", 3))
     lines = [line for line in reading if not (line[0] == "run" and line[1] in NOT_READERS)]
-    lines += [["run", "mirror", str(run), "--to", str(tmp_path / "copy"), "--once"]]
     lines += [["train", str(file), "--resume"], ["run", "compare", str(run), str(run)], ["run", "serve", str(run)]]
     lines += [["episode", "fork", str(run), "e1", "--at", "1"]]
     for line in lines:

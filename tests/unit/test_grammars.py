@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import os
 import signal
@@ -103,8 +102,7 @@ def test_a_refusal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("ended", "the process that computes it ended (-9)"), "ended"),
         (("late", "the process did not answer"), "answer"),
-        (BlockingIOError(errno.EAGAIN, "unavailable"), r"limit on processes"),
-        (OSError(errno.ENOMEM, "no memory"), "free memory"),
+        (OSError("no process can be started for it (no memory); free memory"), "free memory"),
     ],
 )
 def test_a_check_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch, failure: Any, reason: str) -> None:

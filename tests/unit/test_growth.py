@@ -30,7 +30,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import PruneRule
 from agentrl.journal.pruning import PruningSelection, _batches
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing import sample_run
+from tests.support import sample_run
 
 SIZES = (64, 256)
 

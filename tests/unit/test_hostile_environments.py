@@ -33,8 +33,8 @@ from agentrl.journal.run_process import RunProcessRecord, read_failure
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import run_argument
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, config_for, guess
+from tests.support.recording_trainer import RecordingTrainer
 
 
 class BareError(BaseException):

@@ -25,6 +25,7 @@ from tests.unit.test_chat_format import QWEN_SPECIAL, write_model
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot render"),
         ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "cannot render"),
         ("{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "characters"),
+        ("{{ '%40000000d'|format(messages|length) }}", "characters"),
         ("{{ " + "(" * 20_000 + ")" * 20_000 + " }}", "does not compile"),
         ("{% for m in messages %}" * 30 + "{% endfor %}" * 30, "does not compile"),
     ],
@@ -40,15 +41,10 @@ def test_a_faulty_template_is_refused(tmp_path: Path, template: str, complaint: 
     "template",
     [
         "{{ '%1000000000d'|format(1) }}",
-        "{{ '{:1000000000d}'.format(1) }}",
         "{{ 'a' * 3 * 10 ** 9 }}",
-        "{{ 'a'.center(10 ** 10) }}",
         "{{ 'a'|center(10 ** 10) }}",
-        "{{ ['a']|batch(10 ** 10, 'a')|list }}",
-        "{{ [[0] * 10 ** 9] * 3 }}",
         "{{ messages|tojson(indent=10 ** 10) }}",
         "{% set ns = namespace(a='a' * 999) %}{% for i in range(99) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
-        "{% set a %}{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}{% endset %}",
         "{{ 'a' * (messages|length) * 3 * 10 ** 9 }}",
     ],
 )

@@ -54,15 +54,6 @@ def test_a_name_becomes_the_directory_of_its_commit(cache: Path) -> None:
         assert with_downloaded_models(config, {}) == config, "the configuration that a run keeps is read again as it is"
 
 
-def test_the_name_of_a_reward_model_becomes_the_directory_of_its_commit(cache: Path) -> None:
-    scorers = {"prm": {"reward_model": f"{NAME}@v1", "unscorable": 0.0}}
-    config = RunConfig.model_validate(named(str(cache)).model_dump(exclude_none=True) | {"scorers": scorers})
-    found = with_downloaded_models(config, {})
-    assert Path(found.scorers["prm"].reward_model) == cache / "snapshots" / OLD
-    newer = {"scorers": {"prm": {"reward_model": str(cache / "snapshots" / NEW)}}}
-    assert with_downloaded_models(config, newer) == found, "v1 is another commit"
-
-
 def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
     began = with_downloaded_models(named(f"{NAME}@v1", f"{NAME}@v1"), {})
     before: dict[str, Any] = json.loads(began.model_dump_json())

@@ -38,11 +38,10 @@ told = [loaded[0][0], sorted({"pydantic", "numpy", "torch"}.intersection(loaded[
         (*HEAVY, "agentrl.app.training", "agentrl.orchestrator.loop", "numpy"),
     ),
     "mistakes": ('told = [run("train", *mistake) for mistake in json.loads(sys.argv[1])]', HEAVY),
-    "adapters of games and of MCP": (
+    "adapters of games": (
         """
 import agentrl
 agentrl.PettingZooEnvironment, agentrl.TextArenaEnvironment
-agentrl.MCPServer(command=["a"])
 """,
         (*HEAVY, "pettingzoo", "textarena", "openai", "nltk", "pygame", "mcp"),
     ),
@@ -57,13 +56,12 @@ assert plan.engine and plan.trainer and plan.rollout
 """,
         HEAVY,
     ),
-    "the sample run": ('told = run("demo", "--journal-only", "--json")', (*HEAVY, "safetensors")),
     "a missing package": (
         """
 from agentrl.core.machine import EXTRAS
 sys.modules.update(dict.fromkeys(EXTRAS))  # as if not installed
 train = ["train", "sums/train.toml"]
-told = [run(*words) for words in (["env", "new", "sums"], [*train, "--dry-run"], train, ["demo"])]
+told = [run(*words) for words in (["env", "new", "sums"], [*train, "--dry-run"], train, ["demo", "--name=second"])]
 """,
         (),
     ),
@@ -145,8 +143,4 @@ def test_a_missing_package_is_named_before_anything_is_created(steps: dict[str, 
 
 
 def test_only_commands_that_are_accepted_write(steps: dict[str, Any]) -> None:
-    code, output, error = steps["the sample run"][0]
-    assert code == 0, error
-    run = json.loads(output)["path"]
-    assert f"{run}/journal/control.db" in steps["made"]
-    assert not [path for path in steps["made"] if not f"{path}/".startswith((f"{run}/", "sums/", "runs/demo/"))]
+    assert not [path for path in steps["made"] if not f"{path}/".startswith(("sums/", "runs/demo/"))]

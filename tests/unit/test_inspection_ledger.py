@@ -62,6 +62,12 @@ def test_a_log_that_lost_its_end_does_not_know_its_newest_checkpoint(run: Path) 
     assert not found.holds
 
 
+def test_an_attempt_below_the_first_is_counted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil(run, "UPDATE admissions SET attempt = -3")
+    assert main(["run", "ledger", str(run)]) == 1
+    assert "attempt 0 ended and was never admitted" in capsys.readouterr().out
+
+
 def test_a_sound_run_is_accounted_for(run: Path) -> None:
     found = ledger(run)
     assert found.holds, found.problems
@@ -86,7 +92,7 @@ def test_a_sound_run_is_accounted_for(run: Path) -> None:
         ),
         ("UPDATE step_units SET episode = 'e77' WHERE episode = 'e2'", "e77 attempt 0: trained as a unit of policy"),
         (
-            "INSERT INTO unit_drops VALUES ('e0', 0, 'policy', 'no_reward', 0.0, 0)",
+            "INSERT INTO unit_drops VALUES ('e0', 0, 'policy', 'no_reward', 0.0, 0, 0)",
             "the unit of policy was trained and dro",
         ),
     ],
@@ -202,7 +208,7 @@ def test_how_far_it_has_read_is_told(run: Path) -> None:
 
 
 def test_units_of_a_rolled_back_step_are_ready_again(run: Path) -> None:
-    spoil(run, "INSERT INTO versions VALUES ('policy', 1, 1, 0, 1, 'p', 'full', 'x', 0.0, 0)")
+    spoil(run, "INSERT INTO versions VALUES ('policy', 1, 1, 0, 1, 'p', 'full', 'x', 0.0, 0, 0)")
     units = ledger(run).units["policy"]
     assert (units.ready, units.consumed) == (3, 2)
 

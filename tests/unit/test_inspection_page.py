@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.main import main
 from tests.gallery import NOT_HERE
 from tests.markdown_pages import ROOT, blocks
+from tests.support.sample_run import play_with_script
 
 if TYPE_CHECKING:
     import pytest
@@ -22,6 +23,7 @@ def test_the_commands_of_the_pages_run(
     shutil.copytree(sample_run, tmp_path / "runs" / "sample", symlinks=True)
     (tmp_path / "said.txt").write_text("2 + 2 =\n")
     monkeypatch.chdir(tmp_path)
+    play_with_script(monkeypatch)
     shown = [
         block.text
         for page in ("inspection.md", "replaying.md")

@@ -399,7 +399,7 @@ def change_control(run: Path, statement: str, *parameters: object) -> None:
         f"UPDATE meta SET value = '{'[' * 100_000}' WHERE key = 'info'",
         "UPDATE versions SET parent_lineage = 'x' WHERE step = 0",
         "UPDATE versions SET parent_lineage = 0, parent_step = x'00' WHERE step = 0",
-        "UPDATE steps SET lineage = 'x'",
+        "UPDATE versions SET lineage = 'x'",
     ],
 )
 def test_one_hostile_run_hides_no_other(tmp_path: Path, change: str) -> None:

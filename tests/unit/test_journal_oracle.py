@@ -26,10 +26,10 @@ from agentrl.inspection.reasons import explain_episode
 from agentrl.inspection.statistics import run_statistics
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import entry_checksum, judge, row_checksum
 from tests.sim.small_run import TASKS, config_for
 from tests.sim.test_scores import FUNCTIONS as SCORERS
+from tests.support.recording_trainer import RecordingTrainer
 from tests.unit.test_supervisor import NoWaiting
 
 pytestmark = pytest.mark.damages_journal
@@ -115,8 +115,8 @@ FIRST = "(SELECT min(episode) FROM step_units WHERE policy = 'solver')"
         ("versions", ["UPDATE versions SET parent_step = 0 WHERE lineage = 0 AND step = 2 AND policy = 'solver'"]),
         ("versions", ["DELETE FROM versions WHERE step = (SELECT max(step) FROM versions)"]),
         ("ledger", [f"DELETE FROM admissions WHERE episode = {FIRST}"]),
-        ("ledger", [f"INSERT INTO unit_drops SELECT {FIRST}, 0, 'solver', 'no_reward', 0.0, 0"]),
-        ("ledger", ["INSERT INTO unit_drops VALUES ('e777', 0, 'solver', 'no_reward', 0.0, 0)"]),
+        ("ledger", [f"INSERT INTO unit_drops SELECT {FIRST}, 0, 'solver', 'no_reward', 0.0, 0, 0"]),
+        ("ledger", ["INSERT INTO unit_drops VALUES ('e777', 0, 'solver', 'no_reward', 0.0, 0, 0)"]),
         (
             "ledger",
             [

@@ -160,6 +160,7 @@ def test_exports_have_inherited_turns_as_context_too() -> None:
             first=1,
         ),
         None,
+        {("solver", 0, number): {"role": "assistant", "content": "said"} for number in range(2)},
     )
     (row,) = trained.rows
     assert row.temperatures is not None

@@ -18,11 +18,12 @@ import pytest
 from agentrl.core.errors import EpisodeError, InputError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.records import PolicyVersion, Task, TrajectoryHeader
 from agentrl.journal.entries import BeginEntry, JournalEntry, encode_body
-from agentrl.journal.port import JournalStore, TurnLog, UnitDropped, VersionPublication
+from agentrl.journal.port import EpisodeEnd, JournalStore, TurnLog, UnitDropped, VersionPublication
 from agentrl.journal.run_log import RunLog, SqliteRunLog
 from agentrl.journal.schema import MAX_VALUE_BYTES
 from agentrl.journal.store import GroupCommitWriter, SqliteJournal, WriterDatabase
 from tests.journal_cases import entry, header, one_episode, spec, step_of, weights, write
+from tests.support.dispatched import ready_units
 
 
 def test_is_a_journal_store_a_turn_log_and_a_run_log(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_episodes_come_back_as_they_were_written(tmp_path: Path) -> None:
         await write(journal, episodes)
         assert journal.turn_log("w0").read("e5", 0) == [entry(episodes[5], number) for number in range(3)]
         assert journal.info()["name"] == "demo"
-        ready = list(journal.ready_units({"policy": PolicyVersion("policy", 0, 0)}))
+        ready = list(ready_units(journal, {"policy": PolicyVersion("policy", 0, 0)}))
         assert sorted(each.episode_id for each, _ in ready) == sorted(each.episode_id for each in episodes)
         by_id = {each.episode_id: (each, its_header) for each, its_header in ready}
         for each in episodes:
@@ -81,10 +82,10 @@ def test_unfinished_are_the_newest_attempts_without_an_end(tmp_path: Path) -> No
         journal.admit(spec(3, purpose="evaluate"))
         journal.admit(spec(4, parent="e0"))
         journal.admit(spec(5))
-        await journal.commit_episode(spec(5), header(spec(5), 0, dropped="env_error"), b"", {})
+        await journal.commit(EpisodeEnd(spec(5), header(spec(5), 0, dropped="env_error")))
         assert list(journal.unfinished()) == [spec(1), spec(2, attempt=1), spec(4, parent="e0")]
         assert journal.next_number("e") == 6
-        ready = journal.ready_units({"policy": PolicyVersion("policy", 0, 0)})
+        ready = ready_units(journal, {"policy": PolicyVersion("policy", 0, 0)})
         assert [each.episode_id for each, _ in ready] == ["e0"]
         await journal.close()
 
@@ -106,7 +107,7 @@ def test_only_units_of_surviving_steps_are_consumed(tmp_path: Path) -> None:
 
         def ready(lineage: int, step: int) -> list[str]:
             through = {"policy": PolicyVersion("policy", lineage, step)}
-            return [each.episode_id for each, _ in journal.ready_units(through)]
+            return [each.episode_id for each, _ in ready_units(journal, through)]
 
         assert ready(0, 3) == ["e3", "e4", "e5"]
         assert ready(0, 2) == ["e2", "e3", "e4", "e5"]
@@ -122,11 +123,11 @@ def test_only_units_of_surviving_steps_are_consumed(tmp_path: Path) -> None:
         await journal.flush()
         with pytest.raises(JournalError, match=r"policy@7\.9"):
             ready(7, 9)
-        assert [each.episode_id for each, _ in journal.ready_units({"old": PolicyVersion("old", 0, 0)})] == [
+        assert [each.episode_id for each, _ in ready_units(journal, {"old": PolicyVersion("old", 0, 0)})] == [
             each.episode_id for each in episodes
         ]
-        assert list(journal.ready_units({"frozen": PolicyVersion("frozen", 0, 0)})) == []
-        assert len(list(journal.ready_units({}))) == 6  # no manifest: nothing was consumed
+        assert list(ready_units(journal, {"frozen": PolicyVersion("frozen", 0, 0)})) == []
+        assert len(list(ready_units(journal, {}))) == 6  # no manifest: nothing was consumed
         await journal.close()
 
     asyncio.run(main())
@@ -204,7 +205,7 @@ def test_a_round_that_begins_in_the_middle_of_a_commit_takes_all_of_it_or_nothin
         its_header = header(spec(0), 0)
         units = Between(its_header.trajectories)
         units.happens = a_round
-        await journal.commit_episode(spec(0), dataclasses.replace(its_header, trajectories=units), b"", {})
+        await journal.commit(EpisodeEnd(spec(0), dataclasses.replace(its_header, trajectories=units)))
         a_round()
         assert len(units) == 2
         reader.close()
@@ -330,7 +331,7 @@ def test_a_round_waits_longer_for_commits_if_many_shared_the_last_one(tmp_path: 
 
         async def commit(*numbers: int) -> None:
             ended = [spec(number) for number in numbers]
-            await asyncio.gather(*(journal.commit_episode(each, header(each, 0), b"", {}) for each in ended))
+            await asyncio.gather(*(journal.commit(EpisodeEnd(each, header(each, 0))) for each in ended))
 
         journal._writer._urgent = Recorded()
         await commit(1, 2, 3)
@@ -383,7 +384,7 @@ def test_frozen_weights_do_not_age_an_episode(tmp_path: Path) -> None:
                 await journal.describe(**info)
             parts = [TrajectoryHeader(name, 0, name, 1.0, 4, step, 0) for name, step in (("solver", 7), ("judge", 0))]
             journal.admit(each)
-            await journal.commit_episode(each, replace(header(each, 0), trajectories=tuple(parts)), b"", {})
+            await journal.commit(EpisodeEnd(each, replace(header(each, 0), trajectories=tuple(parts))))
             await journal.close()
 
         asyncio.run(main())
@@ -407,7 +408,7 @@ def test_a_negative_zero_is_a_zero_and_no_damage(tmp_path: Path) -> None:
         journal = SqliteJournal(tmp_path)
         each = spec(0)
         journal.admit(each)
-        await journal.commit_episode(each, header(each, 0, reward=-0.0), b"", {})
+        await journal.commit(EpisodeEnd(each, header(each, 0, reward=-0.0)))
         journal.record(row)
         await journal.close()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.core.records import PolicyVersion, VersionSpan
+from agentrl.core.records import Lines, PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
 from agentrl.learn.step_columns import (
     TokenColumns,
@@ -49,7 +49,7 @@ def test_seats_are_told_apart_where_there_are_several() -> None:
     assert seat_mismatch_metrics(trainer, behavior, np.array(["x"] * 4, dtype=object)) == {}
 
 
-def test_a_token_s_lag_counts_steps_and_is_never_0_in_another_lineage() -> None:
+def test_a_token_s_lag_counts_steps_from_the_fork_of_its_lineage() -> None:
     (sample,) = make_samples(0, 1)
     spans = (
         VersionSpan(2, 4, PolicyVersion("policy", 0, 7)),
@@ -57,7 +57,9 @@ def test_a_token_s_lag_counts_steps_and_is_never_0_in_another_lineage() -> None:
         VersionSpan(6, 8, PolicyVersion("policy", 1, 5)),
         VersionSpan(8, 9, NOW),
     )
-    assert token_lags(sample.with_column("spans", spans), NOW)[:10].tolist() == [-1, -1, 1, 1, 4, -1, 2, 2, 0, -1]
+    lines = Lines({("policy", 1): PolicyVersion("policy", 0, 4)})
+    lags = token_lags(sample.with_column("spans", spans), NOW, lines)
+    assert lags[:10].tolist() == [-1, -1, 3, 3, 4, -1, 2, 2, 0, -1]
 
 
 def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(tmp_path: Path) -> None:

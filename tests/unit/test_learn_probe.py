@@ -22,7 +22,6 @@ from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 
 FIRST = PolicyVersion("policy", 0, 1)
-EXPERTS = LORA.model_copy(update={"experts": True})
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def stepped(trainer: PolicyTrainer, episodes: Episodes, resume: Path | None = No
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"), [("qwen3", None), ("qwen3", LORA), ("moe", None), ("moe", EXPERTS), ("gpt_oss", EXPERTS)]
+    ("kind", "lora"), [("qwen3", None), ("qwen3", LORA), ("moe", None), ("moe", LORA), ("gpt_oss", LORA)]
 )
 def test_it_is_what_the_published_files_say(
     tmp_path: Path, episodes: Episodes, kind: str, lora: LoraConfig | None
@@ -80,7 +79,7 @@ def test_it_is_what_the_published_files_say(
     assert np.abs(canary.logprobs - canary.start_logprobs).mean() > 1e-3
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("qwen3", None), ("qwen3", LORA), ("moe", EXPERTS)])
+@pytest.mark.parametrize(("kind", "lora"), [("qwen3", None), ("qwen3", LORA), ("moe", LORA)])
 def test_a_resumed_trainer_publishes_the_same_file(
     tmp_path: Path, episodes: Episodes, kind: str, lora: LoraConfig | None
 ) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from agentrl.cluster import trainer_pool
 from agentrl.core.errors import TrainerLostError
-from agentrl.engines.weights.gloo import Rendezvous, serve_rendezvous
 from agentrl.learn import ranks
-from agentrl.learn.ranks import DistributedRankGroup, balanced_shares, buckets
+from agentrl.learn.ranks import DistributedRankGroup, Rendezvous, balanced_shares, buckets, serve_rendezvous
 from tests.support.warm import WARM
 
 

@@ -29,10 +29,9 @@ QUICK = {
         "all weights, offloaded",
         "adapters of two policies",
     ),
-    *("a loss of whole steps", "values", "experts", "recorded experts", "a silent step", "unused weights"),
+    *("a loss of whole steps", "over sequences", "experts", "recorded experts", "a silent step", "unused weights"),
 }
 """Cases that `make test` computes; `make test-all` computes all."""
-GAE = {"group_size": 1, "advantage": {"name": "gae", "discount": 0.97, "trace_decay": 0.8}}
 
 
 def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
@@ -49,26 +48,15 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "a teacher of whole steps": made(
             "teacher step", lora=True, reference=root / "teacher", loss={"name": "tests.sharding_cases:concentrated"}
         ),
-        "values": made("values", lora=True, credit=GAE),
-        "values, replicated": made("values replicated", sharding="none", credit=GAE),
-        "values, over sequences": made("over sequences", lora=True, credit=GAE, loss={"normalizer": "sequences"}),
-        "values, whole steps": made("values step", lora=True, credit=GAE, loss={"name": "tests.sharding_cases:spread"}),
+        "over sequences": made("over sequences", lora=True, loss={"normalizer": "sequences"}),
         "experts": made("experts", "moe"),
         "recorded experts": made("recorded", "moe", routed=True),
         "recorded experts, recomputed": made("recorded recomputed", "moe", routed=True, recompute=True),
         "recorded experts, adapters": made("recorded adapters", "moe", routed=True, lora=True),
-        "dispatched experts": made("dispatched", "moe", experts="dispatched"),
-        "dispatched experts, recomputed": made("dispatched re", "moe", experts="dispatched", recompute=True),
-        "dispatched experts, adapters": made("dispatched adapters", "moe", experts="dispatched", lora=True),
-        "dispatched experts, recorded": made(
-            "dispatched recorded", "moe", experts="dispatched", routed=True, recompute=True
-        ),
-        "dispatched experts, whole steps": made("dispatched gspo", "moe", experts="dispatched", loss={"name": "gspo"}),
         "unused weights": made("unused", steps=3, unused="up_proj.weight"),
         "a silent step": made("silent", steps=3, silent=[2]),
         "a silent step, adapters": made("silent adapters", lora=True, steps=3, silent=[2]),
         "a silent step, experts": made("silent experts", "moe", steps=3, silent=[2]),
-        "a silent step, dispatched experts": made("sd", "moe", steps=3, silent=[2], experts="dispatched"),
         "a silent step, whole steps": made("silent step", steps=3, silent=[2], loss={"name": "gspo"}),
         "a silent step, a divergence": made("pulled", lora=True, steps=3, silent=[2], loss={"name": "ppo", "kl": 0.1}),
         "bfloat16": made("bfloat16", "bfloat16"),

@@ -160,7 +160,7 @@ def test_tokens_beyond_max_lag_are_context_and_counted(model: Path, tmp_path: Pa
     ]
     reports = []
     for name, second, policy in (
-        ("by age", aged, {"max_staleness": 0, "max_lag": 0, "over_lag": "mask"}),
+        ("by age", aged, {"max_staleness": 0, "max_lag": 0}),
         ("by hand", masked, {}),
     ):
         episodes = Episodes([*make_rows(1, 8), *second])
@@ -483,6 +483,25 @@ def test_only_versions_that_a_resume_loads_are_synced(
     weights = trainer.publish("policy", START._replace(step=1))
     assert Path(weights.path).is_dir()
     assert bool(synced) == (lora is not None), synced
+
+
+def test_a_checkpoint_syncs_the_columns_of_the_steps_that_it_seals(
+    model: Path, tmp_path: Path, episodes: Episodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = started(run_config(model), tmp_path, episodes)
+    for step in (1, 2):
+        trainer.forward_backward(episodes.batch(step))
+        trainer.optim_step("policy", step)
+    columns = sorted((tmp_path / "steps" / "policy").iterdir())
+    columns[0].unlink()  # pruned
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    trainer.save(tmp_path / "checkpoint")
+    assert {*map(str, (columns[1], tmp_path / "steps" / "policy", tmp_path / "steps"))} <= {*synced}
+    assert len(columns) == 2
+    synced.clear()
+    trainer.save(tmp_path / "other")
+    assert not any(path.startswith(str(tmp_path / "steps")) for path in synced)
 
 
 def test_an_engine_in_this_process_needs_no_file_of_the_newest_weights(

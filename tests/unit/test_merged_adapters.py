@@ -83,12 +83,9 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 @pytest.mark.parametrize(("kind", "experts"), KINDS)
-@pytest.mark.parametrize("rank_stabilized", [False, True])
-def test_the_engine_serves_the_weights_that_the_trainer_would_merge(
-    tmp_path: Path, kind: str, experts: bool, rank_stabilized: bool
-) -> None:
+def test_the_engine_serves_the_weights_that_the_trainer_would_merge(tmp_path: Path, kind: str, experts: bool) -> None:
     path = write_model(tmp_path / "model", kind=kind)
-    config = config_of(path, rank_stabilized=rank_stabilized, experts=experts)
+    config = config_of(path, experts=experts)
     trainer = started(config, tmp_path / "run")
     engine = loaded(path, max_context=8 if kind == "gpt_oss" else 64)  # its window
     base = {name: tensor.clone() for name, tensor in engine.versions.base.state.items()}
@@ -255,7 +252,7 @@ def test_users_merge_a_version_with_peft(tmp_path: Path) -> None:
 def test_engines_serve_one_version_at_a_time(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model")
     config = run_config(path, policies={"policy": PolicyConfig(lora=MERGED)})
-    assert adapter_slots_needed(config.policies, keeps_best=False) == 0
+    assert adapter_slots_needed(config.policies) == 0
     assert config.refresh_of("policy") == "token"
     section = {**config.engine.model_dump(), "refresh": "lazy"}
     with pytest.raises(ValueError, match=r"refresh = 'lazy' .* Set policies\.policy\.lora\.merge = false"):

@@ -18,7 +18,7 @@ from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.overrides import declared_attributes, evaluated, fits
 from agentrl.environment.tools import ToolEnvironment
-from tests.support import warm
+from tests.support.sample_run import write_sample_run
 
 ENVIRONMENT = """
 import agentrl
@@ -59,11 +59,8 @@ JUDGE = """
 kind = "remote"
 url = "{url}"
 model = "m"
-[scorers.good]
-judge = "judge"
-rubric = "Is it good?"
-scale = [0, 1]
-unscorable = 0.0
+[seats]
+agent = ["solver", "judge"]
 """
 
 
@@ -149,11 +146,10 @@ CLASSES = {
     ("Sum", "fan_out = ['Child']"): Answer("Sum.fan_out", "is ['Child']", "{'Child': 4}"),
     ("Sum", "splits = 'train'"): Answer("Sum.splits", "is 'train'", "('train', 'held_out')"),
     ("Sum", "selects = 'image'"): Answer("Sum.selects", "is 'image'", "a list of strings"),
-    ("Sum", "roulette = 'yes'"): Answer("Sum.roulette", "is 'yes'", "True or False"),
     ("Sum", "truncated_reward = float('nan')"): Answer("Sum.truncated_reward", "is nan", "finite number or None"),
     ("Sum", "on_code_change = 'keep'"): Answer("Sum.on_code_change", "is 'keep'", "'try' or 'restart' or 'drop'"),
     ("Sum", "sandbox = 'bwrap'"): Answer("Sum.sandbox", "is 'bwrap'", "agentrl.Sandbox()"),
-    ("Sum", "mcp_servers = ['files']"): Answer("Sum.mcp_servers", "is ['files']", "agentrl.MCPServer(command="),
+    ("Sum", "mcp_servers = ['files']"): Answer("Sum.mcp_servers", "is ['files']", "agentrl_mcp.MCPServer(command="),
     ("Sum", "reward = 1.0"): Answer("Sum.reward", "is 1.0", "`def reward(self, task, episode)`"),
     ("Sum", "def reward(self, task): return 1.0"): Answer("Sum.reward", "positional", "(self, task, episode)`"),
     ("Sum", "async def prompt(self, task): return ''"): Answer("Sum.prompt", "`def prompt", "without `async`"),
@@ -262,9 +258,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, text in files.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(text)
-    written = warm.command(here, "demo", "--journal-only")
-    assert written.returncode == 0, written.stderr
-    (here / "runs" / "sample").rename(here / "runs" / "demo")
+    write_sample_run(here / "runs", "demo")
     yield here
     listener.close()
 
@@ -312,7 +306,7 @@ def test_a_definition_names_place_cause_and_remedy(
 NEAR = {
     "truncated_rewrad = -1.0": Answer("Sum.truncated_rewrad", "not read", "did you mean truncated_reward?"),
     "max_turn = 4": Answer("Sum.max_turn", "not read", "sampling.max_turns, a setting of the run"),
-    "task_probe = probe = 'left'": Answer("Sum.probe", "not read", "did you mean probes?"),
+    "task_branch = branch = 'left'": Answer("Sum.branch", "not read", "did you mean branches?"),
 }
 
 

@@ -30,7 +30,6 @@ SETTINGS = (
     ("policies", "solver", "model"),
     ("policies", "solver", "reference"),
     ("policies", "judge", "path"),
-    ("scorers", "steps", "reward_model"),
 )
 
 
@@ -54,7 +53,6 @@ def config_of(directory: Path, **paths: Path) -> RunConfig:
             "solver": {"model": models["model"], "reference": models["reference"]},
             "judge": {"kind": "frozen", "path": models["path"]},
         },
-        "scorers": {"steps": {"reward_model": models["reward_model"], "unscorable": 0.0}},
     }
     return RunConfig.model_validate(values)
 
@@ -80,7 +78,6 @@ def recorded(config: RunConfig) -> Any:
         lambda model: (model / "model-3.safetensors").write_text("third"),
         lambda model: (model / "config.json").write_text('{"rope_theta": 1}'),
         lambda model: (model / "tokenizer.json").write_text("{}"),
-        lambda model: (model / "delta.bin").write_text("changes"),
     ],
 )
 def test_a_model_that_changed_in_place_is_refused_by_its_setting(

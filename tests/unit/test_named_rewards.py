@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agentrl_algorithms.advantages import gdpo
 
 import agentrl
 from agentrl.app.run_parts import RunFactories
@@ -20,14 +21,13 @@ from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.core.errors import ConfigError, RewardError
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.credit.advantages.gdpo import gdpo
 from agentrl.credit.group import Group
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.rewards import check_reward_name
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for, guess
+from tests.support.recording_trainer import RecordingTrainer
 from tests.unit.test_supervisor import NoWaiting
 
 WEIGHTS = {"right": 1.0, "short": 0.25}
@@ -144,6 +144,6 @@ def test_gdpo_tells_apart_what_the_sum_does_not() -> None:
 
 
 def test_a_reward_without_a_name_is_compared_before_its_weight() -> None:
-    named = ((("format", 1.0), ("reward", 1.0)), ())
+    named = ((("format", 1.0), ("reward", 1.0)), (("reward", 1.0),))
     group = Group(rewards=(3.0, 2.0), episodes=("a", "b"), named_rewards=named, weights={"reward": 2.0, "format": 1.0})
     assert group.by_name() == {"format": (1.0, 0.0), "reward": (1.0, 1.0)}

@@ -20,7 +20,7 @@ import agentrl
 from agentrl.core.errors import CheckFailedError, EpisodeError
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import ScoreRequest
-from agentrl.rollout.scoring.retrying import FunctionScorer
+from agentrl.rollout.scoring.function import FunctionScorer
 from agentrl.testing import play
 from agentrl.testing.plugin import SeededSimulation
 
@@ -248,7 +248,7 @@ def test_a_scorer_in_a_thread_cannot_hide_its_alarm(tmp_path: Path, caught: str)
     _environment(tmp_path, caught, "0.0")
     grade = runpy.run_path(str(tmp_path / "grader.py"))["grade"]
     request = ScoreRequest(call_id="main.0.0?graded", where="here", seed=0, scored=cast("Scored", None))
-    scorer = FunctionScorer(name="graded", attempts=1, function=lambda scored: asyncio.to_thread(grade))
+    scorer = FunctionScorer(name="graded", function=lambda scored: asyncio.to_thread(grade))
     with pytest.raises(EpisodeError, match="main thread"):
         asyncio.run(scorer.score(request))
 

@@ -11,7 +11,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentrl.cluster.trainer_pool import RANK_MODULES, RayTrainerPool, refuse_monkeypatches
 from agentrl.core.errors import ConfigError
-from agentrl.credit.advantages import gae
 from agentrl.learn import forward, loss_batch, losses, trainer
 from tests.sim.small_run import config_for
 
@@ -39,7 +38,6 @@ def mine(*_: object, **__: object) -> torch.Tensor:
         (trainer, "make_loss", mine),
         (loss_batch, "LOG_RATIO_LIMIT", 5.0),
         (trainer.PolicyTrainer, "_accumulate", mine),
-        (gae, "generalized_advantages", mine),
     ],
 )
 def test_a_replacement_is_refused_under_ray(

@@ -85,7 +85,6 @@ def test_a_path_is_what_people_mean(home: Path) -> None:
 def test_every_setting_that_holds_a_path_is_expanded(home: Path, form: Callable[[Path], str]) -> None:
     (home / "env.py").write_text(ENVIRONMENT)
     (home / "bots.py").write_text("def play(conversation, random):\n    return 'pass'\n")
-    (home / "rubric.md").write_text("Is it good?")
     (home / "run.toml").write_text(
         f"""
         directory = "{form(home / "runs")}"
@@ -94,9 +93,6 @@ def test_every_setting_that_holds_a_path_is_expanded(home: Path, form: Callable[
         policies.solver.reference = "{form(home / "reference")}"
         policies.still = {{ kind = "frozen", path = "{form(home / "weights")}" }}
         policies.bot = {{ kind = "bot", id = "{form_of_file(form, home / "bots.py")}:play" }}
-        scorers.judge = {{ judge = "still", answer = {{ yes = 1.0 }}, unscorable = 0.0, rubric = "{
-            form_of_file(form, home / "rubric.md")
-        }" }}
         """
     )
     config = load(form_of_file(form, home / "run.toml"))
@@ -106,7 +102,6 @@ def test_every_setting_that_holds_a_path_is_expanded(home: Path, form: Callable[
     dumped = config.model_dump()["policies"]
     assert dumped["solver"]["reference"] == str(home / "reference")
     assert (dumped["still"]["path"], dumped["bot"]["id"]) == (str(home / "weights"), f"{home}/bots.py:play")
-    assert config.scorers["judge"].rubric == "Is it good?"
     overridden = load(home / "run.toml", [f"model.path={form(home / 'other')}"])
     assert overridden.model.path == str(home / "other")
     made = agentrl.RunConfig(environment={"id": "x"}, model={"path": form(home / "m")})  # type: ignore[arg-type]

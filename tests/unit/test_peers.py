@@ -45,11 +45,11 @@ RECORDS = [
 
 def test_a_run_that_missed_the_goal_is_the_slowest_in_ratios() -> None:
     values = summary.ratios(RECORDS, "wall_over_trl_async_merged")
-    assert values == [0.5, 0.55, 0.6, 0.65, 0.0]
-    assert summary.ratios(RECORDS, "wall_over_naive") == []
+    assert values == {0: 0.5, 1: 0.55, 2: 0.6, 3: 0.65, 4: 0.0}
+    assert summary.ratios(RECORDS, "wall_over_naive") == {}
     embedded = [record("agentrl_embedded", seed, wall_s=wall) for seed, wall in enumerate([47.0, None, 68.0, None])]
     naive = [record("naive", seed, wall_s=wall) for seed, wall in enumerate([64.0, 42.5, 64.0, None])]
-    values = summary.ratios([*embedded, *naive], "wall_over_naive")
+    values = list(summary.ratios([*embedded, *naive], "wall_over_naive").values())
     assert values == [47 / 64, math.inf, 68 / 64, 1.0]
     assert summary.quartiles(values[:3]) == [47 / 64, 68 / 64, None]
 
@@ -69,7 +69,7 @@ def test_a_report_has_medians_quartiles_and_the_runs_that_missed() -> None:
     assert report["figures"]["cpu_over_trl_async_merged"] == 0.5
     assert report["figures"]["wall_over_naive"] is None
     assert report["quartiles"]["wall_over_trl_async_merged"] == [0.5, 0.55, 0.6]
-    assert report["pairs"]["wall_over_trl_async_merged"] == 5
+    assert report["seeds"]["wall_over_trl_async_merged"] == [0, 1, 2, 3, 4]
     assert report["table"]["agentrl_vllm"]["wall_s"] == [11.0, 12.0, 13.0]
     theirs = report["table"]["trl_async_merged"]
     assert (theirs["wall_s"], theirs["runs"], theirs["commit"]) == ([20.0, 20.0, 20.0], 5, "0123abcd")
@@ -158,15 +158,14 @@ def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.Mon
     readme = (tmp_path / "README.md").read_text()
     assert readme.startswith("Before.\n<!-- peers -->\n")
     assert readme.endswith("<!-- /peers -->\nAfter.\n")
-    assert "old" not in readme
-    assert "| 8 CPU cores (Abacus) | s/step, agentrl |" in readme
+    assert "\nold\n" not in readme
+    assert "| May 2026, 8 CPU cores (Abacus) | s/step, agentrl |" in readme
     assert "| Calculator, 0.84 M parameters (5 seeds) | 0.5 | 0.5 | 0 | 25% |" in readme
     page = (tmp_path / "docs/results/benchmarks.md").read_text()
     assert "| agentrl, vLLM, merged LoRA | 0.5 | 12 (11 to 13) | 5 of 5 | 9 | 8 | 0 |" in page
     assert "| TRL async, vLLM, merged LoRA | 0.5 | 20 | 4 of 5 | 12 | 16 | 25% |" in page
-    assert "| 5 | 1 | 0.55 (0.5 to 0.6) | 0.5 |" in page
+    assert "| 0, 1, 2, 3, 4 | 1 | 0.55 (0.5 to 0.6) | 0.5 |" in page
     assert "1 May 2026, 8 CPU cores (Abacus)." in page
-    assert "| TRL async, vLLM, merged LoRA | – | 4 | – | – | – | trl==1.16.0 | 0123abcd |" in page
     assert "seconds lost" not in page, "a column that nobody measured"
 
 
@@ -178,9 +177,8 @@ def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
     page = peers.page(combined({"calculator": calculator, "word_problems": problems}))
     first, own = page.split("## Word problems")
     assert "seconds to 0.8" in own
-    assert "both with a merged LoRA | 5 | 1 | 0.55 (0.5 to 0.6) | 2 |" in own
-    assert "both with a merged LoRA | 5 | 1 | 0.55 (0.5 to 0.6) | 0.5 |" in first
-    assert "| TRL async, vLLM, merged LoRA | – | 4 | – | – | – | trl==1.16.0 | 0123abcd |" in own, "both parts agree"
+    assert "both with a merged LoRA | 0, 1, 2, 3, 4 | 1 | 0.55 (0.5 to 0.6) | 2 |" in own
+    assert "both with a merged LoRA | 0, 1, 2, 3, 4 | 1 | 0.55 (0.5 to 0.6) | 0.5 |" in first
 
 
 def test_curves_are_compared_step_by_step() -> None:
@@ -193,27 +191,23 @@ def test_curves_are_compared_step_by_step() -> None:
     report = summary.report("curves", quick=False, goal=None, records=records)
     assert report["curves"]["agentrl_lockstep"]["3"] == pytest.approx([0.5, 12.706 * 0.1])
     assert report["curves"]["trl_sync"]["3"] == [0.5, 0.0]
-    _, own = peers.page(combined({"curves": report})).split("## The calculator step by step")
-    assert "| step | agentrl, embedded, lockstep | TRL sync, transformers | naive loop | agentrl less TRL |" in own
-    assert "| 3 | 0.500 ± 1.271 | 0.500 ± 0.000 | 0.400 ± 1.271 | 0.000 ± 1.271 |" in own
-    assert "| 9 |" not in own, "a step that one of them lacks"
-    assert "seconds" not in own.split("## Settings")[0]
+    _, own = peers.page(combined({"curves": report})).split("## The same algorithm in two trainers")
+    assert "Up to step 6, the mean held-out reward of 2 seeds of agentrl in lockstep differs" in own
+    assert "by at most 0.000 ± 1.271, at step 3." in own
 
 
-def test_seeds_that_some_contestants_lack_count_for_none() -> None:
-    report = summary.report("calculator", quick=False, goal=0.9, records=RECORDS[:-2])
-    assert report["repeats"] == 3
-    assert {row["runs"] for row in report["table"].values()} == {3}
-    assert report["table"]["agentrl_vllm"]["wall_s"] == [10.0, 11.0, 12.0]
-    assert report["records"] == RECORDS[:-2], "a later call may add the missing seeds"
-    slow = [*RECORDS, record("naive", 0, wall_s=90.0)]
-    report = summary.report("tools", quick=False, goal=0.9, records=slow)
-    assert {name: row["runs"] for name, row in report["table"].items()} == {
-        "agentrl_vllm": 5,
-        "trl_async_merged": 5,
-        "naive": 1,
+def test_every_recorded_seed_counts() -> None:
+    records = [*RECORDS[:-2], record("trl_async_merged", 4, wall_s=None, cpu_s=9.0, steps_to_goal=None, **STEPS)]
+    report = summary.report("calculator", quick=False, goal=0.9, records=records)
+    rows = report["table"]
+    assert {name: (row["reached"], row["runs"]) for name, row in rows.items()} == {
+        "agentrl_vllm": (5, 5),
+        "trl_async_merged": (3, 4),
     }
-    assert summary.report("calculator", quick=False, goal=0.9, records=slow)["repeats"] == 1
+    assert report["seeds"]["step_over_trl_async_merged"] == [0, 1, 2, 4], "those that both sides ran"
+    page = peers.page(combined({"calculator": report}))
+    assert "| agentrl, vLLM, merged LoRA | 0.5 | 12 (11 to 13) | 5 of 5 |" in page
+    assert "| 3 of 4 |" in page
 
 
 def test_the_settings_of_every_contestant_of_agentrl_load() -> None:
@@ -234,7 +228,7 @@ def test_rows_without_a_setting_of_agentrl_have_the_settings_of_their_peers() ->
         ours = load(SCRIPTS / "agentrl_vllm.toml", overrides(CONTENDERS["agentrl_vllm"], training))
         assert str(ours.max_in_flight) == rows["trl_async"]["in_flight"], "not only those in the engine"
         assert rows["agentrl_lockstep"]["staleness"] == rows["naive"]["staleness"] == "0"
-        assert rows["agentrl_vllm_adapter"]["staleness"] == "at most 4, none dropped"
+        assert rows["agentrl_vllm_adapter"]["staleness"] == "at most 4, older tokens masked"
         for theirs in ("trl_async", "trl_async_merged"):
             assert rows[theirs]["staleness"] == "at most 4, older dropped"
     adapter, merged = (

@@ -12,16 +12,17 @@ import pytest
 from agentrl.app import resume, training
 from agentrl.app.plan import resolve
 from agentrl.app.policies import rollout_settings
+from agentrl.app.training import schedule_lines
 from agentrl.cli.main import main
-from agentrl.config.load import changed_config
+from agentrl.config.load import changed_config, check_settings_unchanged
 from agentrl.config.plans import plan_data, plan_from_data
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.setting_paths import set_value
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.episode import PolicySettings
-from agentrl.testing.sample_run import sample_run_config, write_sample_run
 from tests.sim.small_run import Ask, config_for
+from tests.support.sample_run import sample_run_config, write_sample_run
 
 POLICIES: dict[str, Any] = {
     "guesser": {"step_size": 24, "lora": {"rank": 4, "target_modules": ["q_proj"]}, "sampling": {"max_tokens": 9}},
@@ -66,18 +67,15 @@ def test_a_dry_run_prints_the_plan_and_refuses_what_the_plan_refuses(
 @pytest.mark.parametrize(
     ("settings", "vllm", "lora", "reason"),
     [
-        ({"hidden_size": 8}, False, {"experts": True}, r"\.experts = true: .*is not a mixture of experts"),
-        ({"num_experts": None}, False, {"experts": True}, r"\.experts = true: .*is not a mixture of experts"),
-        ({"text_config": {"num_experts": 4}}, True, {"experts": True}, ": without a GPU vLLM serves no adapters"),
+        ({"text_config": {"num_experts": 4}}, True, {}, ": without a GPU vLLM serves no adapters"),
         ({"num_experts": 4}, True, {}, ": without a GPU vLLM serves no adapters of a mixture of experts"),
         ({"num_experts": 4}, True, {"merge": True}, ""),
         ({"num_experts": None, "num_local_experts": 0}, True, {}, ""),
         ({"num_experts": 4}, False, {}, ""),
-        ({"num_local_experts": 4}, False, {"experts": True}, ""),
-        (None, False, {"experts": True}, ""),
+        (None, True, {}, ""),
     ],
 )
-def test_adapters_of_mixtures_need_experts_and_an_engine_that_serves_them(
+def test_adapters_of_mixtures_need_an_engine_that_serves_them(
     tmp_path: Path, settings: dict[str, Any] | None, vllm: bool, lora: dict[str, bool], reason: str
 ) -> None:
     if settings is not None:
@@ -92,7 +90,7 @@ def test_adapters_of_mixtures_need_experts_and_an_engine_that_serves_them(
 
 
 def test_a_worker_receives_its_part_of_the_plan_unchanged() -> None:
-    scorers = {"helpful": {"judge": "remote", "rubric": "Is it?", "answer": {"yes": 1.0, "no": 0.0}, "unscorable": 0.0}}
+    scorers = {"helpful": {"function": "mine.py:helpful", "options": {"scale": 2.0}, "per": "episode"}}
     config = config_for(policies=POLICIES, scorers=scorers, workers=3, model={"path": "main"})
     plan = config.rollout_plan
     received = plan_from_data(json.loads(json.dumps(plan_data(plan))))
@@ -128,7 +126,7 @@ def test_a_resume_reads_the_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(resume, "reopen_run", counted)
     monkeypatch.setattr(training, "reopen_run", counted)
-    (tmp_path / "env.py").write_text("from agentrl.testing.sample_environment import Propose\n")
+    (tmp_path / "env.py").write_text("from tests.support.sample_environment import Propose\n")
     settings = sample_run_config(tmp_path, path.name).model_dump(mode="json", exclude_unset=True)
     settings["environment"] = {"id": f"{tmp_path / 'env.py'}:Propose"}
     file = tmp_path / "run.toml"
@@ -148,3 +146,16 @@ def test_a_setting_is_set_inside_tables_alone() -> None:
             set_value(data, path, 3)
     with pytest.raises(ConfigError, match=r"seed.x: seed is a value"):
         changed_config(config_for(), ("seed", "x"), 1)
+
+
+def test_a_resume_with_more_steps_names_both_learning_rates() -> None:
+    optimizer = {"optimizer": {"final_learning_rate_share": 0.1}}
+    policies = {"guesser": {"learning_rate": 1e-3, "lora": {}}}
+    before, now = (config_for(policies=policies, trainer=optimizer, steps=steps) for steps in (10, 20))
+    plan = resolve(now, Ask)
+    changes = check_settings_unchanged(before.model_dump(mode="json"), now)
+    (line,) = schedule_lines(plan, changes, {"guesser": 9})
+    assert line.startswith("steps was 10 and is 20, where the schedule of the learning rate ends")
+    assert line.endswith("the learning rate of step 10 of guesser is 0.00055 instead of 0.0001")
+    constant = resolve(config_for(policies=policies, steps=20), Ask)
+    assert list(schedule_lines(constant, changes, {"guesser": 9})) == []

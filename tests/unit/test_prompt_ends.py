@@ -5,7 +5,6 @@ The templates are written in the manner of DeepSeek-R1, Gemma 4, Nemotron Nano 2
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
 from collections.abc import Sequence
@@ -17,16 +16,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import agentrl
-from agentrl.core.ports import SamplingParams
-from agentrl.core.records import FinishReason, Message, PolicyVersion, ScoreRequest
+from agentrl.core.records import FinishReason, Message, PolicyVersion
 from agentrl.core.tokens import Completion, Tokens
-from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.calls.journal import CallJournal
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.external.token_tree import TokenTree
-from agentrl.rollout.scoring.judge import JudgeScorer
 from agentrl.rollout.turn.agent import AgentTokenRows
-from tests.sim.test_judges import scored
 from tests.support.template_talks import play
 from tests.unit.test_chat_format import ADD, QWEN_MARKUP, QWEN_SPECIAL, render, tool, user, write_model
 from tests.unit.test_gateway import Loop, ask
@@ -348,7 +343,7 @@ class Demonstrated(agentrl.Environment):
         agent.reward(1.0)
 
 
-def test_demonstrated_edited_and_judged_replies_are_tokenized_as_replies(
+def test_demonstrated_and_edited_replies_are_tokenized_as_replies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = write_sentencepiece(tmp_path, "normalizer")
@@ -359,20 +354,3 @@ def test_demonstrated_edited_and_judged_replies_are_tokenized_as_replies(
         patch.setattr(CallJournal, "edits_at", lambda self, call_id: [{"role": "assistant", "content": "42"}])
         header, _, _ = play(Outside, chat, ["y"])
     assert (header.drop_reason, Outside.contents, Outside.lengths) == (None, ["42"], [len(Demonstrated.token_ids)])
-    judge = JudgeScorer(
-        name="right",
-        engine=ScriptedEngine(lambda *_: [], versions={"judge": PolicyVersion("judge", 0, 0)}),
-        policy="judge",
-        chat_format=chat,
-        sampling=SamplingParams(max_tokens=8),
-        max_context=4096,
-        rubric="Is it right?",
-        answer={"42": 1.0, "7": 0.0},
-        votes=0,
-    )
-    request = ScoreRequest(call_id="c", where="e0", seed=0, scored=scored("1 + 1", "2"))
-    question = judge.question(request.scored)
-    lengths = [len(continued(tmp_path, question, text)) for text in judge.answer]
-    answer = asyncio.run(judge.judge(request, 0))
-    assert lengths == [2, 1]
-    assert answer.tokens == sum(len(chat.start([user(question)], ())) + length for length in lengths)

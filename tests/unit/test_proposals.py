@@ -65,7 +65,8 @@ def proposal(number: int, key: str, structure: str = "", *, episode: str | None 
 
 def told(memory: ProposalNoveltyTracker, made: Proposal) -> ProposalNovelty:
     found = memory.recall(made)
-    memory.remember(made)
+    if not memory.knows(made):
+        memory.remember(made)
     return found
 
 

@@ -23,6 +23,7 @@ from agentrl.journal.entries import (
     encode_body,
     episode_digest,
 )
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import entries_with, header, spec
 from tests.support.damaged_runs import crashed, sample
@@ -33,7 +34,7 @@ import sys
 from pathlib import Path
 
 MISSING = {"torch", "ray", "gymnasium", "transformers", "peft", "vllm", "numpy", "environments", "pyarrow"}
-MISSING |= {"agentrl.testing.sample_environment", "agentrl.learn"}
+MISSING |= {"tests.support.sample_environment", "agentrl.learn"}
 
 
 class Missing:
@@ -47,7 +48,7 @@ from agentrl.cli.main import main
 from agentrl.core.ids import random_stream
 from tests.support.fuzzed import commands
 
-EXECUTES = {("episode", "replay"), ("episode", "rescore"), ("step", "replay"), ("run", "whatif")}
+EXECUTES = {("episode", "replay"), ("episode", "rescore"), ("step", "replay")}
 for draw in (random_stream("alone", number) for number in range(4)):
     for command in commands(Path(sys.argv[1]), draw):
         if tuple(command[:2]) in EXECUTES or "parquet" in command:
@@ -112,7 +113,7 @@ async def write_large_episode(run: Path, text: str) -> None:
     journal.admit(of)
     for each in written:
         log.append(each)
-    await journal.commit_episode(of, header(of, len(written)), episode_digest(written), {}, text)
+    await journal.commit(EpisodeEnd(of, header(of, len(written)), episode_digest(written), {}, text))
     await journal.close()
 
 

@@ -15,18 +15,18 @@ from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
 from agentrl.core.ids import root_episode_number
 from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion
 from agentrl.environment.context import EpisodeContext, LimitReachedError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.reasons import explain_episode
 from agentrl.journal.entries import ExternalRequestParameters
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
-from agentrl.testing.sample_environment import Propose, Solve
-from agentrl.testing.sample_run import sample_run_config, sample_run_factories
 from tests.journal_cases import write_prompt, write_run
 from tests.sim.small_run import config_for
 from tests.support.builders import make_episode_header, make_spec
+from tests.support.sample_environment import Propose, Solve
+from tests.support.sample_run import sample_run_config, sample_run_factories
 
 
 def told(reader: RunReader, episode_id: str, about: str) -> list[str]:
@@ -70,7 +70,7 @@ def test_the_setting_of_a_limit_is_named(tmp_path: Path) -> None:
             spec = make_spec(f"e{len(reason) + 100}")
             journal.admit(spec)
             ended = replace(make_episode_header(spec, reward=1.0), stop_reason=reason)
-            await journal.commit_episode(spec, ended, b"", {})
+            await journal.commit(EpisodeEnd(spec, ended))
             await journal.close()
 
         asyncio.run(end())
@@ -79,46 +79,6 @@ def test_the_setting_of_a_limit_is_named(tmp_path: Path) -> None:
         (ended,) = (each for each in reasons if each.about == "ended")
         assert ended.text.endswith(f"a limit cut it short ({setting} = {value})")
         assert ended.advice.startswith(f"raise {setting}, ")
-
-
-@pytest.mark.damages_journal
-@pytest.mark.parametrize(
-    ("cut_before", "reward_before", "is_worse"), [(0, 0.75, True), (1, 0.75, True), (8, 0.75, False), (0, 0.0, False)]
-)
-def test_replies_that_training_made_worse_need_no_larger_limit(
-    tmp_path: Path, cut_before: int, reward_before: float, is_worse: bool
-) -> None:
-    """Sixteen held-out episodes of a version, all cut, after as many of an earlier one."""
-
-    async def write() -> None:
-        journal = SqliteJournal(
-            tmp_path / "journal", info={"name": "hot", "config": config_for().model_dump(mode="json")}
-        )
-        for step, num_cut, reward in ((0, cut_before, reward_before), (4, 16, 0.0)):
-            for number in range(16):
-                spec = make_spec(f"v{step * 10 + number}", seats={"guesser": "guesser"}, purpose="evaluate")
-                journal.admit(spec)
-                version = PolicyVersion("guesser", 0, step)
-                header = make_episode_header(spec, reward=reward, version=version)
-                ended = replace(header, stop_reason="max_tokens" if number < num_cut else "completed")
-                await journal.commit_episode(spec, ended, b"", {})
-        await journal.close()
-
-    asyncio.run(write())
-    with contextlib.closing(RunReader(tmp_path)) as reader:
-        ended = [reason for reason in explain_episode(reader, "v40") if reason.about == "ended"]
-        first = [reason for reason in explain_episode(reader, "v0") if reason.about == "ended"]
-    assert not any("made the replies worse" in reason.text for reason in first)
-    if not is_worse:
-        assert [reason.advice for reason in ended] == ["raise sampling.max_tokens, or shorten the episode"]
-        return
-    limit, comparison = ended
-    assert limit.advice == ""
-    assert (
-        f"max_tokens ended 16 of 16 evaluation episodes of guesser@0.4 (mean reward 0.000), and {cut_before} of 16 of"
-        in (comparison.text)
-    )
-    assert "a lower policies.guesser.learning_rate" in comparison.advice
 
 
 OWN_LIMIT = ExternalRequestParameters(max_tokens=2, stop=())

@@ -17,6 +17,7 @@ import agentrl
 from agentrl.app.replays import replay_steps
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.recorded_run import RecordedRun, Records
+from tests.markdown_pages import ROOT, python_of
 
 
 @pytest.fixture
@@ -162,6 +163,9 @@ def test_records_of_a_closed_run_say_so(sample_run: Path) -> None:
         list(steps)
     with pytest.raises(agentrl.AgentRLError, match="was closed"):
         run.steps().frame("polars")
+    for name in ("config", "state"):
+        with pytest.raises(agentrl.AgentRLError, match="was closed"):
+            getattr(run, name)
 
 
 @pytest.mark.parametrize("kind", ["steps", "metrics", "evaluations", "episodes", "turns", "rewards", "tokens"])
@@ -176,3 +180,17 @@ def test_a_frame_without_its_library_names_the_command(monkeypatch: pytest.Monke
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="pip install pandas"):
         Records(Line, lambda: LINES).frame()
+
+
+def test_a_task_source_reads_a_run(sample_run: Path) -> None:
+    """The page's recipe for episodes that begin where another run failed."""
+    (source,) = (block for block in python_of(ROOT / "docs/how-to/branches.md") if "open_run" in block)
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    tasks = namespace["Retry"].tasks("train", run=sample_run)
+    with agentrl.open_run(sample_run) as run:
+        failed = run.episodes("reward < 1 and turns > 1")
+        assert list(dict.fromkeys(task.id for task in tasks)) == [episode.episode for episode in failed]
+        first = next(turn for turn in run.turns(f"episode = '{tasks[0].id}'") if turn.turn == 0)
+    assert tasks[0].data == {"messages": first.messages, "reply": first.content}
+    assert [message["role"] for message in first.messages][-1] == "user"

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from agentrl.core.records import FrozenGroupBaselines, Task
-from agentrl.credit.advantages.group_baselines import no_baseline
+from agentrl.core.records import Task
 from agentrl.credit.baselines import SeatRole
 from agentrl.credit.estimators import reward_estimator
+from agentrl.credit.group_baselines import no_baseline
 from agentrl.credit.release import (
     FirstFinishersRelease,
     GroupReleasePolicy,
     GroupReleaseRule,
     WholeGroupRelease,
-    reward_history_from_journal,
 )
 from agentrl.orchestrator.buffer import EpisodeBuffer
-from tests.support.builders import make_episode_header, make_past, make_spec
+from tests.support.builders import make_episode_header, make_spec
 
 
 def test_turns_have_their_rewards_to_go_however_an_episode_is_released() -> None:
@@ -70,34 +67,3 @@ def test_dpo_reads_the_order_of_the_rewards() -> None:
 CHILD = make_spec("e0~r#1.0", group_id="e0~r#1", parent_id="e0", task=Task(id="child", data={}))
 ROOT = make_spec("e0", task=Task(id="root", data={}))
 ROLE = SeatRole("policy", ROOT.environment, "agent")
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_child_whose_root_ended_before_a_resume_is_compared_with_the_root_s_task(is_late: bool) -> None:
-    frozen = list[FrozenGroupBaselines]()
-    policy: WholeGroupRelease | FirstFinishersRelease
-    policy = WholeGroupRelease(["policy"], no_baseline, uses_history=True)
-    if is_late:
-        policy = FirstFinishersRelease(["policy"], GroupReleaseRule(), freeze=frozen.append)
-    earlier = []
-    for number, task, reward in ((8, "root", 1.0), (9, "another", 0.0)):
-        spec = make_spec(f"e{number}", group_id=f"g{number}", task=Task(id=task, data={}))
-        earlier.append((spec, make_episode_header(spec, reward=reward)))
-    policy.restore(make_past(earlier, root_tasks={"e0": "root"}))
-    buffer = EpisodeBuffer(["policy"], policy)
-    buffer.admit(CHILD)
-    buffer.record_end(CHILD, make_episode_header(CHILD, reward=0.0))
-    if is_late:
-        assert frozen[0].earlier[0].mean == pytest.approx(1.0)
-    assert policy.history is not None
-    after = policy.history.mean(ROLE, "root")
-    assert after is not None
-    assert after < 1.0, "its reward is one of the root's task"
-
-
-def test_the_groups_of_an_unfinished_root_are_folded_under_its_task() -> None:
-    members = [(CHILD, make_episode_header(CHILD, reward=0.25))]
-    assert reward_history_from_journal(members, ()).mean(ROLE, "root") == 0.25  # of the environment
-    others = [(make_spec("e9", group_id="g9", task=Task(id="another", data={})), make_episode_header(reward=1.0))]
-    folded = reward_history_from_journal([*members, *others], (), {"e0": "root"})
-    assert folded.mean(ROLE, "root") == pytest.approx(0.25)

@@ -37,6 +37,7 @@ from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from tests.sim.small_run import SmallRun, config_for
+from tests.support.dispatched import members
 
 KEY = "sk-very-secret"
 SURE = "Sure?\u2028\x85\x0bYou may say no."
@@ -143,7 +144,7 @@ def test_what_it_says_is_recorded_and_never_trained(monkeypatch: pytest.MonkeyPa
     async def replay(run: SmallRun) -> None:
         before = len(asked)
         units = run.trainer.batches[0].units
-        spec = next(spec for spec, _ in run.journal.members({"g0"}) if spec.episode_id == units[0].episode_id)
+        spec = next(spec for spec, _ in members(run.journal, {"g0"}) if spec.episode_id == units[0].episode_id)
         entries = run.journal.turn_log("0").read(spec.episode_id, 0)
         with pytest.raises(JournalError, match="twice"):  # it came to its end again
             await run.orchestrator.dispatcher.worker._runner.run(spec, Asked, entries)  # type: ignore[attr-defined]
@@ -232,7 +233,7 @@ def test_what_the_endpoint_will_not_hear_truncates_the_episode_and_voids_nothing
 
     async def replay(run: SmallRun) -> None:
         before = calls
-        spec = next(spec for spec, _ in run.journal.members({"g0"}))
+        spec = next(spec for spec, _ in members(run.journal, {"g0"}))
         entries = run.journal.turn_log("0").read(spec.episode_id, 0)
         with pytest.raises(JournalError, match="twice"):
             await run.orchestrator.dispatcher.worker._runner.run(spec, Lost, entries)  # type: ignore[attr-defined]
@@ -241,7 +242,7 @@ def test_what_the_endpoint_will_not_hear_truncates_the_episode_and_voids_nothing
     run = played(handler, monkeypatch, environment=Lost, then=replay)
     assert run.orchestrator.buffer.ledger.dropped.total() == 0
     assert run.seen.steps[0][2]["reward/mean"] == -1.0
-    headers = [header for _, header in run.journal.members({"g0"})]
+    headers = [header for _, header in members(run.journal, {"g0"})]
     assert {header.stop_reason for header in headers} == {"refused"}
     told = [entry.text for entry in entries_of(run) if "refused" in entry.text]
     assert len(told) == 4
@@ -394,16 +395,11 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         external_policies(config.engine_plan.external, print)
 
 
-@pytest.mark.parametrize(
-    ("workers", "per", "share"), [(1, "group", 12), (4, "episode", 3), (3, "group", 3), (99, "turn", 1)]
-)
-def test_the_requests_at_once_are_shared_by_the_processes_of_a_run(workers: int, per: str, share: int) -> None:
+@pytest.mark.parametrize(("workers", "share"), [(1, 12), (4, 3), (99, 1)])
+def test_the_requests_at_once_are_shared_by_the_processes_of_a_run(workers: int, share: int) -> None:
     remote = {"kind": "remote", "url": "https://h/v1", "model": "m", "max_concurrent": 12}
-    ruler = {"judge": "judge", "rubric": "?", "scale": (0, 1), "unscorable": 0.0, "per": per}
     policies: Any = {"guesser": {}, "judge": remote}
-    client = external_policies(
-        config_for(policies=policies, scorers={"ruler": ruler}, workers=workers).engine_plan.external, print
-    )["judge"]
+    client = external_policies(config_for(policies=policies, workers=workers).engine_plan.external, print)["judge"]
     assert isinstance(client, RemotePolicyClient)
     assert client.config.max_concurrent == share
 
@@ -606,7 +602,7 @@ def test_tokens_are_those_the_endpoint_counts_and_go_to_nobody(monkeypatch: pyte
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 11, "completion_tokens": 3}})
 
     run = played(handler, monkeypatch)
-    headers = [header for _, header in run.journal.members({"g0"})]
+    headers = [header for _, header in members(run.journal, {"g0"})]
     judged = [trajectory for header in headers for trajectory in header.trajectories if trajectory.seat == "judge"]
     assert {trajectory.tokens for trajectory in judged} == {6}
     assert [message for body in asked for message in body["messages"] if "usage" in message] == []

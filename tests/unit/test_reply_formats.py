@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.core.records import ToolSpec
 from agentrl.core.reply_formats import (
+    ALL_MARKUP,
     MAX_CALL_CHARACTERS,
     MAX_CALLS,
     REPLY_FORMATS,
@@ -161,7 +162,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", ["hermes", "kimi_k2", "granite", "openai"])
+@pytest.mark.parametrize("name", ["hermes", "openai"])
 @pytest.mark.parametrize("cause", MALFORMED)
 def test_each_cause_of_a_malformed_call_has_its_sentence(name: str, cause: str) -> None:
     written, sentence = MALFORMED[cause]
@@ -315,14 +316,14 @@ def test_thinking_is_told_from_the_reply(marks: tuple[str, str]) -> None:
     assert split_thinking("5", marks) == ("", "5")
 
 
-@pytest.mark.parametrize("marks", THINKING)
 @pytest.mark.parametrize("name", sorted(REPLY_FORMATS.keys() - {"openai"}))
-def test_marks_within_an_answer_belong_to_it(name: str, marks: tuple[str, str]) -> None:
-    begin, end = marks
-    for text in (f"Before{begin}example{end}After", f"Close it with {end} and go on: 7", f"It begins with {begin}"):
-        assert REPLY_FORMATS[name].read(text, marks) == ("", text, ())
-        assert REPLY_FORMATS[name].read(f"{begin}Hm.{end}{text}", marks) == ("Hm.", text, ())
-        assert REPLY_FORMATS[name].read(f"Hm.{end}{text}", marks, is_open=True) == ("Hm.", text, ())
+def test_marks_within_an_answer_belong_to_it(name: str) -> None:
+    for begin, end in THINKING:
+        marks = (begin, end)
+        for text in (f"Before{begin}example{end}After", f"Close it with {end} and go on: 7", f"It begins with {begin}"):
+            assert REPLY_FORMATS[name].read(text, marks) == ("", text, ())
+            assert REPLY_FORMATS[name].read(f"{begin}Hm.{end}{text}", marks) == ("Hm.", text, ())
+            assert REPLY_FORMATS[name].read(f"Hm.{end}{text}", marks, is_open=True) == ("Hm.", text, ())
 
 
 @pytest.mark.parametrize("marks", THINKING)
@@ -353,9 +354,8 @@ def test_each_format_has_a_call_in_the_list_of_its_kind() -> None:
 
 
 @pytest.mark.parametrize("name", UNTYPED)
-@pytest.mark.parametrize(
-    ("schema", "written", "value"),
-    [
+def test_values_are_read_as_python_writes_them(name: str) -> None:
+    cases: list[tuple[dict[str, Any], str, Any]] = [
         ({"type": "boolean"}, "True", True),
         ({"type": "boolean"}, "False", False),
         ({"type": "boolean"}, "true", True),
@@ -376,15 +376,14 @@ def test_each_format_has_a_call_in_the_list_of_its_kind() -> None:
         ({"type": "array"}, "[1, 2", "[1, 2"),
         ({"type": "object"}, "{'a': 1, 'a': 2}", "{'a': 1, 'a': 2}"),
         ({"type": "array"}, "[" * 70 + "'a'" + "]" * 70, "[" * 70 + "'a'" + "]" * 70),
-    ],
-)
-def test_values_are_read_as_python_writes_them(name: str, schema: Mapping[str, Any], written: str, value: Any) -> None:
+    ]
     call, argument = UNTYPED[name].split("|")
-    tool = ToolSpec(name="f", description="", parameters={"type": "object", "properties": {"x": schema}})
-    (parsed,) = REPLY_FORMATS[name].read(call.format(argument.format("x", written)), None, [tool]).tool_calls
-    assert parsed.arguments == {"x": value}
-    assert isinstance(parsed.arguments, Mapping)
-    assert type(parsed.arguments["x"]) is type(value)
+    for schema, written, value in cases:
+        tool = ToolSpec(name="f", description="", parameters={"type": "object", "properties": {"x": schema}})
+        (parsed,) = REPLY_FORMATS[name].read(call.format(argument.format("x", written)), None, [tool]).tool_calls
+        assert parsed.arguments == {"x": value}, written
+        assert isinstance(parsed.arguments, Mapping)
+        assert type(parsed.arguments["x"]) is type(value), written
 
 
 def test_values_without_types_are_read_as_the_tool_s_schema_says() -> None:
@@ -406,7 +405,7 @@ def test_values_without_types_are_read_as_the_tool_s_schema_says() -> None:
 
 
 @pytest.mark.parametrize("name", REPLY_FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(drawn=st.data())
 def test_no_text_makes_a_parser_raise_or_invent(name: str, drawn: st.DataObject) -> None:
     pieces = [
@@ -438,29 +437,29 @@ def test_no_text_makes_a_parser_raise_or_invent(name: str, drawn: st.DataObject)
 def test_the_time_is_linear_in_the_length(name: str) -> None:
     markup = REPLY_FORMATS[name].markup
     pieces = (*markup, "<function=a>", "<parameter=a>", '<invoke name="a">', "<arg_key>a", "f(a=[")
-    texts = [piece * (200_000 // len(piece)) for piece in pieces]
+    texts = [piece * (100_000 // len(piece)) for piece in pieces]
 
     def read() -> None:
         for text in texts:
             REPLY_FORMATS[name].read(text, THINKING[0], [WEATHER])
             REPLY_FORMATS[name].read(markup[0] + text, THINKING[0], [WEATHER])
 
-    assert least_cpu_s(read, enough=3.0) < 3.0, "quadratic, it takes minutes"
+    assert least_cpu_s(read, enough=1.5) < 1.5, "quadratic, it takes minutes"
 
 
 SEPARATORS = ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x1f", "\x85", "\xa0", "\u2028", "\u2029")
 
 
 @pytest.mark.parametrize("name", REPLY_FORMATS)
-@pytest.mark.parametrize("separator", SEPARATORS, ids=ascii)
-def test_separators_in_an_argument_arrive_as_written(name: str, separator: str) -> None:
-    value = f"{separator}Os{separator}lo{separator}"
-    calls = REPLY_FORMATS[name].read(CALLS[name].replace("Oslo", value), None, [WEATHER]).tool_calls
-    read = [call.arguments for call in calls if not isinstance(call.arguments, str)]
-    assert all(arguments in (FIRST, {**SECOND, "city": value}) for arguments in read), read
-    # Control characters are not JSON, and line breaks end a string of Python: such a call is malformed.
-    if separator > " " or (name in ("olmo3", "lfm2", "llama4_pythonic") and separator not in ("\n", "\r", "\r\n")):
-        assert {**SECOND, "city": value} in read
+def test_separators_in_an_argument_arrive_as_written(name: str) -> None:
+    for separator in SEPARATORS:
+        value = f"{separator}Os{separator}lo{separator}"
+        calls = REPLY_FORMATS[name].read(CALLS[name].replace("Oslo", value), None, [WEATHER]).tool_calls
+        read = [call.arguments for call in calls if not isinstance(call.arguments, str)]
+        assert all(arguments in (FIRST, {**SECOND, "city": value}) for arguments in read), read
+        # Control characters are not JSON, and line breaks end a string of Python: such a call is malformed.
+        if separator > " " or (name in ("olmo3", "lfm2", "llama4_pythonic") and separator not in ("\n", "\r", "\r\n")):
+            assert {**SECOND, "city": value} in read, ascii(separator)
 
 
 @pytest.mark.parametrize("separator", SEPARATORS[3:], ids=ascii)
@@ -504,3 +503,60 @@ def test_without_calls_the_text_of_a_call_is_content(name: str) -> None:
 def test_llama_reads_a_name_that_is_no_text_as_an_answer(name: str) -> None:
     answer = f'{{"name": {name}}}'
     assert parse_llama(answer, [WEATHER]) == (answer, ())
+
+
+TAGS = ("<parameter=x>", "</parameter>", "<function=x>", "</function>", "<arg_key>", "</arg_key>", "</arg_value>")
+MARKS = sorted({*ALL_MARKUP, *TAGS, "<arg_value>", *(mark for pair in THINKING for mark in pair)})
+UNESCAPED = {
+    "qwen3_coder": "</parameter>",
+    "seed_oss": "</parameter>",
+    "glm45": "</arg_value>",
+    "minimax_m2": "</parameter>",
+    "deepseek_v32": "</｜DSML｜parameter>",
+    "deepseek_v4": "</｜DSML｜parameter>",
+    "muse_glimmer": "</atem:parameter>",
+    "gemma4": '<|"|>',
+    "functiongemma": "<escape>",
+}
+"""Formats whose values have no escapes, and the mark that ends a value."""
+
+
+def with_city(name: str, text: str) -> str:
+    """Return two calls in a format, the first with `text` as its city."""
+    written = CALLS[name]
+    for escaped, value in (('Par \\"is', json.dumps(text)[1:-1]), ("'Par \"is'", repr(text)), ('Par "is', text)):
+        if escaped in written:
+            return written.replace(escaped, value)
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_a_mark_in_an_argument_is_text(name: str) -> None:
+    """Marks of all formats, alone, in a sentence and around the calls of another tool."""
+    calls = {form: written.replace("weather", "delete") for form, written in CALLS.items()}
+    texts = [*MARKS, *(f"Write {mark} to begin." for mark in MARKS), *calls.values()]
+    for text in texts:
+        read = REPLY_FORMATS[name].read(with_city(name, text), None, [WEATHER]).tool_calls
+        assert {call.name for call in read} <= {"weather"}, text
+        arguments = [call.arguments for call in read if not isinstance(call.arguments, str)]
+        expected = [{**FIRST, "city": text}, SECOND]
+        if UNESCAPED.get(name, "```" if name in ("json", "python") else "no such mark") in text:
+            assert all(each in expected for each in arguments), text
+        else:
+            assert arguments == expected, text
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+@settings(max_examples=20, deadline=None)
+@given(drawn=st.data())
+def test_no_text_in_an_argument_runs_a_call(name: str, drawn: st.DataObject) -> None:
+    """A value without escapes may hold the mark that ends it, after which anything is possible."""
+    end = UNESCAPED.get(name, "no such mark")
+    own = CALLS[name] if end.startswith("</") else ""
+    others = [written for written in CALLS.values() if end not in written or written == own]
+    calls = [written.replace("weather", "delete") for written in others]
+    marks = [mark for mark in MARKS if end not in mark]
+    pieces = st.sampled_from([*marks, *calls, "a", '"', "'", "\\", "{", "}", "\n"])
+    text = "".join(drawn.draw(st.lists(pieces, max_size=6)))
+    read = REPLY_FORMATS[name].read(with_city(name, text), None, [WEATHER]).tool_calls
+    assert "delete" not in {call.name for call in read if not isinstance(call.arguments, str)}

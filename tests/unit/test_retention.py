@@ -9,22 +9,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.run_parts import RunFactories
-from agentrl.app.training import Run, run_training
-from agentrl.config.plans import EnginePlan, TrainerPlan
-from agentrl.core.errors import StorageError
-from agentrl.core.ports import Engine
-from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.scripted import ScriptedEngine
-from agentrl.inspection.reader import RunReader
+from agentrl.core.records import Lines, PolicyVersion, WeightsRef
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import PruneRule, PruneTotals
-from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, Manifest, VersionRetention
 from agentrl.orchestrator.versions import BestRunningMean, PolicyBoard
-from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
-from tests.sim.small_run import TASKS, Guess, config_for, guess
+from tests.support.recording_trainer import RecordingTrainer
 
 
 def publish(root: Path, step: int, policy: str = "solver") -> WeightsRef:
@@ -59,7 +49,7 @@ def test_what_a_resume_from_any_checkpoint_on_disk_needs_stays(tmp_path: Path) -
             newest=(1.0,), measured_versions=({"solver": solver(0, best)},), best=1.0, versions={"solver": solver(0, 0)}
         )
         opponents = {"past": (solver(0, opponent),)}
-        await writer.write(trainer, versions, Ledger(), measured=measured, opponents=opponents)
+        await writer.write(trainer, versions, measured=measured, opponents=opponents)
 
     async def main() -> None:
         writer = CheckpointWriter(tmp_path / "checkpoints", keep=2)
@@ -69,7 +59,7 @@ def test_what_a_resume_from_any_checkpoint_on_disk_needs_stays(tmp_path: Path) -
         # a later process: it resumed from step 12, and knows the checkpoints from the disk alone
         retention, board = (
             VersionRetention(keep=1, lags={"solver": 2}),
-            PolicyBoard({"solver": solver(1, 13)}, ["solver"], parents),
+            PolicyBoard({"solver": solver(1, 13)}, ["solver"], Lines(parents)),
         )
 
         async def kept() -> set[int]:
@@ -80,38 +70,6 @@ def test_what_a_resume_from_any_checkpoint_on_disk_needs_stays(tmp_path: Path) -
         assert await kept() == {0, *(3, 4, 8, 9, 10), *(5, 6, 10, 11, 12), 15}
         await checkpoint(writer, solver(1, 13), 6, 6)
         assert await kept() == {0, *(5, 6, 10, 11, 12), 15}, "11 and 12 are on the line to 1.13 too"
-
-    asyncio.run(main())
-
-
-def growing(sizes: list[int], **options: Any) -> tuple[JournalRetention, list[str]]:
-    """A retention whose journal is as large as told, in MiB, one after the other."""
-    told: list[str] = []
-    left = iter(sizes)
-    retention = JournalRetention(
-        MemoryJournal(), None, size=lambda: next(left) << 20, warn=told.append, budget_mib=100, **options
-    )
-    return retention, told
-
-
-def test_a_budget_that_will_not_do_is_said_once_and_in_time() -> None:
-    async def main() -> None:
-        retention, told = growing([10, 12, 14, 16, 18, 95])
-        full = [await retention.check_step(100 - step) for step in range(6)]
-        assert not any(full)
-        assert len(told) == 2
-        assert told[0].startswith("journal and step columns take 14 MiB")
-        assert all(part in told[0] for part in ("about 43 steps", " 98 left"))
-        assert "take 95 MiB" in told[1]
-
-    asyncio.run(main())
-
-
-def test_a_budget_that_lasts_to_the_end_is_not_spoken_of() -> None:
-    async def main() -> None:
-        retention, told = growing([10, 12, 14, 16])
-        assert not any([await retention.check_step(30 - step) for step in range(4)])
-        assert not told
 
     asyncio.run(main())
 
@@ -162,33 +120,3 @@ def test_no_error_of_pruning_is_lost(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert [str(error) for error in told] == ["nobody expected this"]
-
-
-def test_a_run_that_cannot_make_room_writes_a_checkpoint_ends_with_74_and_goes_on_with_a_larger_budget(
-    tmp_path: Path,
-) -> None:
-    def factories() -> RunFactories:
-        async def engine(plan: EnginePlan, versions: Any, tell: object, log: Path) -> Engine:
-            return ScriptedEngine(guess, versions=versions)
-
-        def trainer(plan: TrainerPlan, directory: Path) -> RecordingTrainer:
-            return RecordingTrainer(["guesser"], versions=directory / "versions")
-
-        return RunFactories(engine=engine, trainer=trainer, chat_format=lambda model: PlainChatFormat())
-
-    def train(budget_mib: int, *, resume: bool) -> Run:
-        journal = {"keep": 0, "budget_mib": budget_mib}
-        config = config_for(name="run", directory=str(tmp_path), checkpoint={"every": 2}, journal=journal, steps=6)
-        return asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, factories=factories(), resume=resume))
-
-    with pytest.raises(StorageError, match=r"journal\.budget_mib"):
-        train(1, resume=False)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    run = train(1000, resume=True)
-    assert run.summary["steps"] == 6
-    reader = RunReader(run.path)
-    assert reader.ledger().holds
-    pruned = reader.log.rows("SELECT count(*) FROM pruned")[0][0]
-    steps = reader.log.rows("SELECT count(DISTINCT episode) FROM step_units WHERE step <= 4")[0][0]
-    assert pruned >= steps > 0  # what both checkpoints count as taken, and what was dropped before
-    reader.close()

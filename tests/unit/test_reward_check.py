@@ -15,6 +15,7 @@ from agentrl.environments.calculator.env import Calculator
 from agentrl.environments.frozen_lake.env import FrozenLake
 from agentrl.environments.propose_and_solve.env import ProposeAndSolve
 from agentrl.environments.tictactoe.env import TicTacToe
+from tests.support.checks import keep_checks
 from tests.support.slow_episodes import make_slow
 
 EASY, NO_WIN = " of 8 tasks: the reply", "earn no more than an empty reply"
@@ -408,10 +409,39 @@ class LongNumbers(Doubling):
         ]
 
 
+class Hint(agentrl.Environment):
+    """A hint that holds the answer loses, so only a listener on its own can win by a list."""
+
+    seats = ("speaker", "listener")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        speaker, listener = map(ctx.agent, self.seats)
+        answer = ctx.task.data["answer"]
+        hint = (await speaker.act(agentrl.user(f"Hint at {answer}."))).text
+        guess = (await listener.act(agentrl.user(f"The hint is {hint!r}."))).text
+        has_won = answer not in hint and self.wins(guess, answer)
+        speaker.reward(float(has_won))
+        listener.reward(float(has_won))
+
+    def wins(self, guess: str, answer: str) -> bool:
+        return guess.strip() == answer
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        numbers = range(100, 120) if split == "train" else range(120, 130)
+        return [agentrl.Task(id=f"{n}", data={"answer": str(n)}) for n in numbers]
+
+
+class HintToList(Hint):
+    def wins(self, guess: str, answer: str) -> bool:
+        return answer in guess
+
+
 PLANTED: dict[type[agentrl.Environment], str] = {
     **dict.fromkeys((Substring, AnyNumber, AnyBoxed, AnyTask, BackDoor), EASY),
     **dict.fromkeys((AnyLine, AnyItem, AnyColumn, AnyTagged, Roughly, Keyword, Choices, Echo), EASY),
     **dict.fromkeys((OwnScore, OwnVerdict), EASY),
+    HintToList: "seat 'listener': a list of all answers wins 8 of 8 tasks",
     **dict.fromkeys((TrailingSpace, OtherType, Capital), NO_WIN),
     EmptyStart: "breaking the format pays",
     Everything: "every reply, also a broken one, earned 1.000",
@@ -420,10 +450,15 @@ PLANTED: dict[type[agentrl.Environment], str] = {
 SOUND = [
     *(Doubling, LastNumber, Boxed, Near, Submitted, OwnForm, FewAnswers),
     *(IgnoringCase, Numeric, Json, LastLine, Tagged, SharedWords, Penalized, ChosenLetter, WrittenAnswer),
-    *(WorkedSolution, Larger, Aliases, LongNumbers),
+    *(WorkedSolution, Larger, Aliases, LongNumbers, Hint),
     *(Calculator, FrozenLake, TicTacToe, ProposeAndSolve),
 ]
 """Environments whose rewards are as they should be, the bundled ones among them."""
+
+
+@pytest.fixture(autouse=True)
+def _only_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_checks(monkeypatch, "tasks", "episodes", "format", "demonstrations", "answers")
 
 
 @pytest.mark.parametrize("environment", PLANTED)
@@ -462,7 +497,3 @@ def test_slow_episodes(monkeypatch: pytest.MonkeyPatch, episode_s: float, expect
     make_slow(monkeypatch, Slow, episode_s)
     report = check_environment(Slow)
     assert expected in report.text
-
-
-def test_none_is_missing() -> None:
-    assert (len(PLANTED), len(SOUND)) == (20, 24)

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryCredit, TrajectoryHeader, Unit
+from agentrl.core.records import EpisodeDataLocation, Lines, PolicyVersion, TrajectoryCredit, TrajectoryHeader, Unit
 from agentrl.credit.baselines import RoleMeans
-from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, find_newest_checkpoint
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.credit_oracles import RoleCredit, asynchronous_estimates, decay_per_reward, newest_mean, role_mean, true_mean
+from tests.support.recording_trainer import RecordingTrainer
 
 
 def agents(
@@ -53,7 +52,7 @@ def credited(
         agents(number, reward, began=began, policy=policy, seat=seat)
         for number, reward in zip(places, rewards, strict=True)
     ]
-    return [unit.credits[0].advantage for unit in means.credited(policy, step, units)]
+    return [unit.credits[0].advantage for unit in means.credited(PolicyVersion(policy, 0, step), units)]
 
 
 def test_an_agent_is_compared_with_the_mean_of_the_weights_it_began_with() -> None:
@@ -85,7 +84,7 @@ def test_a_role_starts_with_the_first_finishers_among_the_others() -> None:
 def test_agents_of_an_episode_are_no_baseline_of_each_other() -> None:
     means = RoleMeans(decay=0.5)
     units = [agents(0, 1.0, -1.0, began=0, policy="p", seat="x"), agents(1, 1.0, 0.0, began=0, policy="p", seat="x")]
-    found = [credit.advantage for unit in means.credited("p", 1, units) for credit in unit.credits]
+    found = [credit.advantage for unit in means.credited(PolicyVersion("p", 0, 1), units) for credit in unit.credits]
     assert found == [0.5, -1.5, 1.0, 0.0]
 
 
@@ -104,7 +103,7 @@ def test_role_means_survive_a_checkpoint_after_any_step(steps: list[list[float]]
     first = take(parts, range(cut))
     with tempfile.TemporaryDirectory() as checkpoints:
         writer = CheckpointWriter(Path(checkpoints))
-        asyncio.run(writer.write(RecordingTrainer(["p"]), {"p": PolicyVersion("p", 0, 1)}, Ledger(), parts))
+        asyncio.run(writer.write(RecordingTrainer(["p"]), {"p": PolicyVersion("p", 0, 1)}, parts))
         manifest, _ = find_newest_checkpoint(Path(checkpoints))
     assert manifest is not None
     restored = RoleMeans(manifest.role_means, decay=0.9)
@@ -155,3 +154,14 @@ def test_the_gradient_of_the_first_steps_is_unbiased(staleness: int) -> None:
     assert abs(mean - 1.0) < 4 * error < 0.06
     mean, _ = ratio(newest_mean, 1000)
     assert mean < 0.9
+
+
+def test_an_agent_of_undone_weights_is_compared_with_the_mean_at_the_fork() -> None:
+    means = RoleMeans(decay=0.0)
+    for step, reward in ((1, 0.0), (2, 10.0)):
+        credited(means, reward, reward, step=step, began=step - 1)
+        means.commit_step("p")
+    lines = Lines({("p", 1): PolicyVersion("p", 0, 1)})  # rolled back to step 1; the means above are of the new line
+    unit = agents(7, 5.0, began=2, policy="p", seat="x")  # began with step 2 of lineage 0, which was undone
+    (found,) = means.credited(PolicyVersion("p", 1, 3), [unit], lines)
+    assert found.credits[0].baseline == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import random
 from typing import ClassVar
 
@@ -137,16 +138,39 @@ def test_child_episodes_are_whole_and_dropped_ones_do_not_count() -> None:
 
 
 class Stray(agentrl.Environment):
-    """Acts from a task of its own making."""
+    """Acts from tasks of its own making, and catches everything."""
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        await asyncio.create_task(ctx.agent("agent").act(agentrl.user("x")))
+        agent = ctx.agent("agent")
+
+        async def late() -> None:
+            with contextlib.suppress(BaseException):
+                await agent.act(agentrl.user("late"))
+
+        with contextlib.suppress(BaseException):
+            if ctx.task.data["gathers"]:
+                await asyncio.gather(agent.act(agentrl.user("x")), agent.act(agentrl.user("y")))
+            else:
+                await ctx.call_tool(
+                    "tool", {}, lambda: self.keep(asyncio.create_task(late())), external=False, timeout_s=None
+                )
+                await ctx.sleep(1.0)
+        with contextlib.suppress(BaseException):
+            agent.reward(1.0)
+
+    def keep(self, task: asyncio.Task[None]) -> str:
+        self.task = task
+        return ""
 
 
-def test_a_stray_task_is_named() -> None:
-    played = play(Stray, ["x"])
+@pytest.mark.parametrize(("gathers", "function"), [(True, "run"), (False, "late")])
+def test_a_stray_task_drops_the_episode_and_is_named_with_its_line(gathers: bool, function: str) -> None:
+    played = play(Stray, ["x"], data={"gathers": gathers})
     assert played.header.drop_reason == "unstructured_concurrency"
-    assert "ctx.gather" in played.said
+    lines, first = inspect.getsourcelines(Stray)
+    number = first + next(n for n, line in enumerate(lines) if ("asyncio.gather(" if gathers else '"late"') in line)
+    assert f"{__file__}:{number} in {function} used ctx or an agent outside run()" in played.said
+    assert "`await ctx.gather(...)`" in played.said
 
 
 class Flaky(agentrl.Environment):

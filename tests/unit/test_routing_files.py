@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentrl.cluster.mirror import Mirror, RunCopy
 from agentrl.core.records import EpisodeDataLocation, TrajectoryCredit, Unit
 from agentrl.core.tokens import ExpertRouting, RoutingReference, TrainingSample, TrajectoryRow
 from agentrl.credit.samples import unit_samples
@@ -243,21 +242,6 @@ def test_a_prune_removes_the_routing_of_its_attempts(tmp_path: Path) -> None:
     assert content == b"kept"
     assert "does not exist" in str(reason)
     assert {folder.name for folder in (tmp_path / "journal/routing").iterdir()} == {kept.folder, damaged.folder}
-
-
-def test_a_mirror_has_the_routing_that_its_run_has(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    asyncio.run(write_run(run))
-    store = RoutingStore.of_journal(run / "journal")
-    references = [store.put(name, 0, name.encode()) for name in ("e0", "e2")]
-    copy = RunCopy(str(tmp_path / "copy"))
-    mirror = Mirror(run, lambda method, *arguments: getattr(copy, method)(*arguments))
-    mirror.round()
-    copied = RoutingStore.of_journal(tmp_path / "copy/journal")
-    assert copied.read(references) == [b"e0", b"e2"]
-    prune(run, rule(0, 2, 1))
-    mirror.round()
-    assert [isinstance(content, bytes) for content in copied.read(references)] == [False, True]
 
 
 _KILLED = """

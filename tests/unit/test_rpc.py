@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -203,25 +202,3 @@ def test_an_invalid_message_or_the_end_fails_unanswered_calls(sent: bytes) -> No
         writer.close()
 
     asyncio.run(main())
-
-
-def test_a_thread_without_an_event_loop_can_ask() -> None:
-    def serve() -> None:
-        with theirs:
-            for _ in range(2):
-                message = DECODER.decode(rpc.read_frame_blocking(theirs))
-                reply: rpc.WireMessage = (
-                    Sum(value=sum(message.terms)) if message.terms else rpc.error_reply(0, EngineError("no terms"))
-                )
-                theirs.sendall(rpc.encode_frame(reply))
-
-    ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with ours:
-        assert rpc.ask_blocking(ours, Add(call=0, terms=[1, 2]), DECODER).value == 3
-        with pytest.raises(EngineError, match="terms"):
-            rpc.ask_blocking(ours, Add(call=0, terms=[]), DECODER)
-        thread.join()
-        with pytest.raises(OSError, match=r"closed|pipe|reset"):
-            rpc.ask_blocking(ours, Add(call=0, terms=[1]), DECODER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,16 +14,14 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
+from agentrl.core.intervals import difference_interval
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import RunsComparison, axis_places, compare_runs
 from agentrl.inspection.statistics import run_state
-from agentrl.inspection.viewer.queries import answer_viewer_query
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.metrics import VERDICT_METRICS
-from agentrl.observe.run_state import MetricsFile
 from tests.journal_cases import weights
 from tests.support.compared_runs import play, write_compared_run
 
@@ -54,7 +53,7 @@ def test_the_difference_is_paired_by_task_so_difficulty_cancels(pair: tuple[Path
     (line,) = compared(*pair).paired
     assert line.difference == pytest.approx(0.2)
     assert 0.1 < line.low < 0.2 < line.high < 0.28, "though the rewards of each run are spread over 0.8"
-    assert (line.is_anytime, line.verdict) == (True, "better")
+    assert line.verdict == "better"
     assert (line.tasks, line.better, line.worse, line.steps) == (80, 80, 0, [2, 4])
 
 
@@ -102,22 +101,19 @@ def test_an_evaluation_counts_whole_once_it_has_a_result(pair: tuple[Path, Path]
     assert line() == (80, [2, 5], -0.2)
 
 
-@pytest.mark.parametrize(
-    "bounds", [None, [0, 4], [4, 0], ["0", "4"], [0.0, float("inf")], [0, 10**400], [-1e308, 1e308], 4]
-)
-def test_rewards_outside_their_bounds_leave_an_interval_of_a_fixed_size(tmp_path: Path, bounds: object) -> None:
-    """What a run of others declares is used only if it makes sense."""
-    config = {**CONFIG, "evaluation": {"bounds": bounds}}
-    runs = [
-        write_compared_run(tmp_path / name, dict.fromkeys(TASKS, reward), config={**config, "steps": steps})
-        for name, reward, steps in (("a", 1.0, 4), ("b", 3.0, 5))
-    ]
-    found = compared(*runs)
-    (line,) = found.paired
-    assert line.verdict == "better"
-    assert line.is_anytime == (bounds == [0, 4])
-    text = "solver: the interval of b is of a fixed size, since a reward is outside [0, 1]: set evaluation.bounds to"
-    assert any(note.startswith(text) for note in found.notes) == (not line.is_anytime)
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e308])
+def test_rewards_that_no_run_records_are_named(
+    reward: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_compared_run(tmp_path / name, dict.fromkeys(TASKS[:2], reward), config=CONFIG) for name in "ab"]
+    assert main(["run", "compare", *map(str, runs)]) == 2
+    assert f"has the reward {reward}, which cannot be compared" in capsys.readouterr().err
+
+
+def test_metrics_beyond_all_measure_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_compared_run(tmp_path / name, {}, config=CONFIG, curve=[1e308, 1e308]) for name in "ab"]
+    assert main(["run", "compare", *map(str, runs)]) == 0
+    assert "reward/mean" in capsys.readouterr().out
 
 
 def test_only_settings_that_differ_are_named(pair: tuple[Path, Path]) -> None:
@@ -237,10 +233,10 @@ def test_seeds_are_one_curve_with_a_band(tmp_path: Path) -> None:
     assert [(p.x, pytest.approx(p.y), pytest.approx(p.error)) for p in first.points] == [(1, 0.1, 0.0), (2, 0.5, 0.1)]
     (line,) = found.paired
     assert line.difference == pytest.approx(0.4)
-    half = pytest.approx(4.303 * 0.1 / 3**0.5)
-    assert line.high - line.difference == half, "the seeds differ, although all tasks are equal"
-    assert not line.is_anytime
-    assert found.notes[0] == "solver: the interval of other is of a fixed size, since it covers the seeds too"
+    of_seeds = 4.303 * 0.1 / 3**0.5
+    of_tasks = difference_interval([(0.9, 0.5)] * len(TASKS))
+    assert line.high - of_tasks.high == pytest.approx(of_seeds), "the seeds differ, although all tasks are equal"
+    assert of_tasks.low - line.low == pytest.approx(of_seeds)
 
 
 def test_other_tasks_are_not_compared_and_the_reader_is_told(tmp_path: Path) -> None:
@@ -294,67 +290,10 @@ def test_the_command_prints_pages_and_json(pair: tuple[Path, Path], capsys: pyte
     printed = capsys.readouterr().out
     assert "policies.solver.learning_rate" in printed
     assert re.search(r"\+0\.200 \[\+0\.1\d\d, \+0\.2\d\d\]  better ", printed)
-    assert main(["run", "compare", *names, "--margin=0.3", "--json"]) == 0
+    assert main(["run", "compare", *names, "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)["paired"]
-    assert line["verdict"] == "not better by more than 0.3"
-    assert main(["run", "compare", *names, "--margin=1"]) == 2
-    assert "--margin 1: a number from 0 to below 1 is expected" in capsys.readouterr().err
+    assert line["verdict"] == "better"
     assert main(["run", "compare", *names, "--by=tokens", "--metric=reward/mean", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["axis"] == "tokens"
     assert {curve["metric"] for curve in found["curves"]} == {"reward/mean"}
-
-
-def test_verdicts_of_evaluations_are_shown_where_their_rewards_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the screen, under the curve, in JSON, and in the viewer."""
-    run = write_compared_run(tmp_path / "a", dict.fromkeys(TASKS, 0.5), config=CONFIG, curve=[0.1, 0.5])
-
-    async def evaluate() -> None:
-        journal = SqliteJournal(run / "journal")
-        verdict = dict(zip(VERDICT_METRICS, (1.0, 0.25, 0.125, 0.375, 0.0, 0.0), strict=True))
-        counts = {"evaluation/tasks": 80.0, "evaluation/played": 24.0}
-        rewards = {"evaluation/reward": 0.5, "evaluation/reward_error": 0.25}
-        journal.record(MetricRow("solver", 2, {**rewards, **counts, **verdict}))
-        await journal.close()
-        with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as file:
-            file.record("solver", 2, {**rewards, **counts, **verdict})
-
-    asyncio.run(evaluate())
-    words = "better than step 0: +0.250, between +0.125 and +0.375"
-    assert main(["run", "curve", str(run), "--metric=evaluation/reward"]) == 0
-    assert f"step 2: 0.500 ± 0.250, {words}" in capsys.readouterr().out
-    assert main(["run", "curve", str(run), "--metric=evaluation/reward", "--json"]) == 0
-    (point,) = json.loads(capsys.readouterr().out)
-    assert point == {"policy": "solver", "step": 2, "value": 0.5, "error": 0.25, "verdict": words}
-    assert main(["run", "curve", str(run), "--metric=reward/mean", "--json"]) == 0
-    assert "error" not in json.loads(capsys.readouterr().out)[0]
-    assert main(["run", "view", str(run), "--once"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"step 2 is {words}" in shown
-    assert "24 of 80 held-out tasks played" in shown
-    assert "0.500 ± 0.250 at step 2" in shown
-    with contextlib.closing(RunReader(run)) as reader:
-        (line,) = json.loads(answer_viewer_query(reader, "evaluations", {}))
-    assert line["verdict"] == words
-
-
-def test_a_run_with_a_verdict_that_makes_no_sense_is_still_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run of others may have recorded anything."""
-    run = write_compared_run(tmp_path / "a", dict.fromkeys(TASKS, 0.5), config=CONFIG, curve=[0.1, 0.5])
-
-    async def evaluate() -> None:
-        journal = SqliteJournal(run / "journal")
-        senseless = {VERDICT_METRICS[0]: 1e300, "evaluation/best_step": -1e300, "evaluation/reward": 0.5}
-        journal.record(MetricRow("solver", 2, senseless))
-        await journal.close()
-        with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as file:
-            file.record("solver", 2, senseless)
-
-    asyncio.run(evaluate())
-    assert main(["run", "curve", str(run), "--metric=evaluation/reward"]) == 0
-    assert main(["run", "view", str(run), "--once"]) == 0
-    assert "held-out" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from agentrl.app.run_parts import RunFactories, held_out_task_splits, task_sourc
 from agentrl.app.run_tasks import RunTasks
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
-from agentrl.core.errors import EngineLostError
+from agentrl.core.errors import ConfigError, EngineLostError
 from agentrl.core.records import Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.mixture import mixture
@@ -33,8 +33,8 @@ from agentrl.inspection.run_comparison import compare_runs
 from agentrl.orchestrator.evaluation import HeldOutSplit, held_out_digest
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.check import check_environment
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import config_for, guess
+from tests.support.recording_trainer import RecordingTrainer
 
 Rows = Sequence[tuple[str, object]]
 
@@ -294,3 +294,17 @@ def test_an_unchanged_source_says_nothing(tmp_path: Path, capsys: pytest.Capture
     reader = RunReader(tmp_path / "run")
     assert reader.evaluation_breaks() == {"guesser": set()}, "the same tasks in another order are comparable"
     reader.close()
+
+
+def test_given_tasks_replace_their_own_split_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"train": [("t0", 0)], "held_out": [("h0", 1)], "hard": [("d0", 2)]}
+    monkeypatch.setattr(Rowed, "rows", rows)
+    monkeypatch.setattr(Rowed, "splits", ("train", "held_out", "hard"), raising=False)
+    config = config_for(evaluation={"tasks": dict.fromkeys(rows, 4)})
+    given = {"train": tasks([("own", 3)]), "held_out": tasks([("mine", 4)])}
+    splits, available = held_out_task_splits(config.evaluation, config.environment, 0, Rowed, given)
+    contents = {split.name: [task.data["value"] for task in split.tasks] for split in splits}
+    assert (contents, available) == ({"train": [3], "held_out": [4], "hard": [2]}, 3)
+    config = config_for(evaluation={"tasks": {"hard": 4}})
+    with pytest.raises(ConfigError, match=r"train\(held_out=…\): evaluation\.tasks has no split held_out"):
+        held_out_task_splits(config.evaluation, config.environment, 0, Rowed, given)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pytest
-
-from agentrl.cli.main import main
-from agentrl.core.errors import RunDirectoryError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.run_log import SqliteRunLog
-from agentrl.testing.sample_run import is_sample_run, sample_run_config, write_sample_run
 
 
 def test_it_holds_one_of_everything(sample_run: Path) -> None:
@@ -39,19 +33,3 @@ def test_it_holds_one_of_everything(sample_run: Path) -> None:
     assert len(forks.episodes()) == 4
     reader.close()
     forks.close()
-
-
-def test_its_configuration_is_known_again_and_it_overwrites_nothing(sample_run: Path) -> None:
-    assert is_sample_run(json.loads((sample_run / "config.json").read_text()))
-    assert not is_sample_run(sample_run_config("runs", "run").model_copy(update={"model": None}).model_dump())
-    with pytest.raises(RunDirectoryError, match="exists"):
-        write_sample_run(sample_run.parent)
-
-
-def test_settings_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["demo", "--journal-only", "--steps=3"]) == 2
-    assert "no settings" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()

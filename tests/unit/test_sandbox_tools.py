@@ -14,6 +14,7 @@ from agentrl.environment.sandbox_tools import describe_result
 from agentrl.sandbox.driver import CommandResult
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
+from tests.support.checks import keep_checks
 
 pytestmark = pytest.mark.needs("bubblewrap")
 
@@ -137,13 +138,15 @@ def test_results_say_what_the_output_does_not_show() -> None:
     assert said == "abc\n[the output is longer than is kept]\n[ended by the limit on memory]"
 
 
-def test_the_checker_calls_it_a_snapshot() -> None:
+def test_the_checker_calls_it_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_checks(monkeypatch, "tasks", "episodes")
     report = check_environment(Repair)
     assert not report.findings
     assert report.figures["resume_class"] == "snapshot"
 
 
-def test_the_checker_calls_it_pinned_with_a_network() -> None:
+def test_the_checker_calls_it_pinned_with_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_checks(monkeypatch, "tasks", "episodes")
     report = check_environment(Connected)
     assert not report.findings
     assert report.figures["resume_class"] == "pinned"

@@ -16,13 +16,12 @@ from agentrl.app.evaluation import with_frozen_policies
 from agentrl.app.forks import fork
 from agentrl.app.replays import replay
 from agentrl.app.run_parts import RunFactories
-from agentrl.app.scoring import find_scorer_codes, make_scorers, with_scorers
+from agentrl.app.scoring import find_scorer_codes, make_scorers
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import check_settings_unchanged, load
 from agentrl.config.plans import EnginePlan, TrainerPlan
 from agentrl.config.run import RunConfig
-from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -30,15 +29,13 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import scorer_caveats
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.testing.execution import plain_rollout_settings
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, Guess, config_for, guess
 from tests.support import score_functions
+from tests.support.recording_trainer import RecordingTrainer
 from tests.unit.test_supervisor import NoWaiting
 
 FUNCTIONS = str(Path(score_functions.__file__))
-JUDGE = {"rubric": "Is it right?", "unscorable": 0.0, "scale": [0, 10]}
 
 
 class Asks(Guess):
@@ -141,7 +138,7 @@ def test_a_fork_keeps_the_scores_before_it_and_is_scored_from_there(scored_run: 
 def test_a_scorer_that_begins_to_fail_ends_the_run_with_a_checkpoint_and_its_name(tmp_path: Path) -> None:
     scorers = {"fragile": {"function": f"{FUNCTIONS}:fragile"}}
     config = config_for(name="run", directory=str(tmp_path), scorers=scorers, steps=100)
-    with pytest.raises(CheckFailedError, match=r"32 episodes in a row .*the scorer 'fragile' failed 4 times.* 503"):
+    with pytest.raises(CheckFailedError, match=r"\d+ episodes in a row .*the scorer 'fragile' failed.* 503"):
         asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, factories=factories()))
     reader = RunReader(tmp_path / "run")
     ((steps,),) = reader.log.rows("SELECT max(step) FROM steps")
@@ -156,24 +153,8 @@ def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     assert config.scorers["short"].per == "turn"
     (code,) = find_scorer_codes(config.scorers).values()
     assert code.name == "short"
-    format = PlainChatFormat()
-    settings = plain_rollout_settings()
-    engine = ScriptedEngine(guess, versions={})
-    made = make_scorers(config.model_copy(update={"workers": 4}).rollout_plan, engine, format, settings, SystemClock())
-    assert made["short"].places.free == 16, "the limit is one for the run"
+    assert make_scorers(config.scorers)["short"].function.__name__ == "short"
     assert config.rollout_plan.scored == {"guesser"}
-
-
-def test_the_part_that_scores_groups_makes_only_its_scorers_and_those_that_answer_for_them() -> None:
-    scorers = {
-        "first": {"function": f"{FUNCTIONS}:ranked", "per": "group", "on_failure": "second"},
-        "second": {"function": f"{FUNCTIONS}:lost_group", "per": "group"},
-        "short": {"function": f"{FUNCTIONS}:short"},
-    }
-    config = config_for(scorers=scorers)
-    assert with_scorers(config.rollout_plan, ["first"]).scorers.keys() == {"first", "second"}
-    assert with_scorers(config.rollout_plan, ["second"]).scorers.keys() == {"second"}
-    assert config.scorers.keys() == scorers.keys()
 
 
 def test_evaluations_and_forks_score_the_turns_that_the_run_scored() -> None:
@@ -199,18 +180,12 @@ def test_evaluations_and_forks_score_the_turns_that_the_run_scored() -> None:
         ),
         ("group_mean", {"function": f"{FUNCTIONS}:ranked", "per": "group"}, ""),
         ("leave_one_out", {"function": f"{FUNCTIONS}:ranked", "per": "group", "credit": "note"}, ""),
-        ("group_mean", {**JUDGE, "judge": "guesser"}, "one is judged by guesser, which learns"),
-        ("group_mean", {**JUDGE, "judge": "critic"}, "one scores equal content once"),
-        ("group_mean", {**JUDGE, "judge": "critic", "cache": 0}, ""),
-        ("group_mean", {**JUDGE, "judge": "critic", "votes": 0, "answer": {"yes": 1.0, "no": 0.0}, "scale": None}, ""),
-        ("group_mean", {"reward_model": "prm", "combine": "min", "unscorable": 0.0}, "one takes the worst step"),
         ("leave_one_out", {"function": f"{FUNCTIONS}:short"}, ""),
     ],
 )
 def test_settings_that_bias_the_estimate_are_named(advantage: str, scorer: dict[str, Any], expected: str) -> None:
-    policies: Any = {"guesser": {"step_size": 8}, "critic": {"kind": "frozen"}}
     credit = {"group_size": 4, "advantage": advantage}
-    config = config_for(policies=policies, scorers={"one": scorer}, credit=credit).model_dump(mode="json")
+    config = config_for(scorers={"one": scorer}, credit=credit).model_dump(mode="json")
     caveats = scorer_caveats(config)
     assert len(caveats) == bool(expected)
     assert "".join(caveats).startswith(expected)
@@ -241,18 +216,11 @@ def test_the_example_scores_the_next_partial_sum(repository: Path) -> None:
     assert score(2) is None
 
 
-def test_a_reward_model_is_paid_by_difference_unless_it_scores_episodes_or_the_user_says_otherwise() -> None:
-    sections = {"a": {}, "b": {"per": "episode"}, "c": {"credit": "reward"}}
-    model = {"reward_model": "prm", "unscorable": 0.0}
-    config = config_for(scorers={name: {**model, **section} for name, section in sections.items()})
-    assert [scorer.credit for scorer in config.scorers.values()] == ["difference", "reward", "reward"]
-
-
 def test_scorers_may_come_and_go_between_two_lives_unless_weights_must_not_depend_on_them() -> None:
-    short, other = SCORERS["short"], {**SCORERS["short"], "attempts": 9}
+    short, other = SCORERS["short"], {**SCORERS["short"], "timeout_s": 9.0}
     one, changed, two = (config_for(scorers=each) for each in ({"a": short}, {"a": other}, {"a": short, "b": short}))
     for then, now, path in (
-        (one, changed, ("scorers", "a", "attempts")),
+        (one, changed, ("scorers", "a", "timeout_s")),
         (one, two, ("scorers", "b")),
         (two, one, ("scorers", "b")),
     ):
@@ -302,22 +270,9 @@ def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
     [
         ({"two words": {"function": "a.py:f"}}, "scorers.two words: it becomes the name of a reward"),
         ({"reward": {"function": "a.py:f"}}, "other than `reward`"),
-        ({"short": {}}, "name who scores"),
+        ({"short": {}}, "function"),
         ({"short": {"function": "short"}}, r"'short': there is no such scorer"),
-        ({"a": {"function": "a.py:f", "on_failure": "b"}}, r"on_failure = 'b': there is no such scorer; give drop"),
-        (
-            {"a": {"function": "a.py:f", "on_failure": "b"}, "b": {"function": "a.py:f", "on_failure": "a"}},
-            "a → b → a is a circle",
-        ),
-        ({"a": {"function": "a.py:f", "unscorable": float("nan")}}, "finite"),
         ({"a": {"function": "a.py:f", "credit": "difference", "per": "episode"}}, "set per = 'turn'"),
-        ({"a": {"function": "a.py:f", "reward_model": "prm", "unscorable": 0.0}}, "name who scores, and only one"),
-        ({"a": {"reward_model": "prm"}}, "set unscorable"),
-        (
-            {"a": {"reward_model": "prm", "unscorable": 0.0, "rubric": "Right?"}},
-            "rubric, answer, scale and votes are for judges",
-        ),
-        ({"a": {"function": "a.py:f", "steps": "."}}, "steps are scored by reward models"),
     ],
 )
 def test_what_cannot_be_a_scorer_is_refused(scorers: dict[str, Any], message: str) -> None:

@@ -15,7 +15,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import BATCHES, ServedVersions, publish
-from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.support.recording_trainer import RecordingTrainer
 
 
 class OnePlace(ScriptedEngine):

@@ -245,7 +245,7 @@ def effect(kind: str) -> float:
     return largest_error(planted_model(kind), tree=True)
 
 
-@pytest.mark.parametrize("initial", [0.2, 0.02])
+@pytest.mark.parametrize("initial", [pytest.param(0.2, marks=pytest.mark.exhaustive), 0.02])
 @pytest.mark.parametrize("kind", PLANTED)
 def test_planted(kind: str, initial: float) -> None:
     """The change is refused, or the model is computed in a way in which it changes nothing."""

@@ -24,8 +24,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import RunProcessRecord
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, config_for, guess
+from tests.support.recording_trainer import RecordingTrainer
 
 STOP_SECONDS = 0.5
 
@@ -252,7 +252,7 @@ def test_the_warning_of_slurm_ends_no_process_of_a_run() -> None:
     """It reaches every process of a job step, also engines and trainers."""
     program = """
 import os, signal
-from agentrl.engines.process import die_with_parent
+from agentrl.core.parent_death import die_with_parent
 
 die_with_parent(os.getppid())
 os.kill(os.getpid(), signal.SIGUSR1)

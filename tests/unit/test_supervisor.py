@@ -47,9 +47,9 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.testing.recording_trainer import RecordingTrainer
 from tests import journal_cases
 from tests.sim.small_run import TASKS, Guess, config_for, guess
+from tests.support.recording_trainer import RecordingTrainer
 
 
 class NoWaiting(SystemClock):

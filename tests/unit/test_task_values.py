@@ -149,7 +149,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, 
 
 def specs_at(at: Workplace) -> list[Any]:
     """Two episodes of each kept value, of one task."""
-    specs = [at.spec(f"e{2 * number}", value=value) for number, value in enumerate(KEPT.values())]
+    values = enumerate(KEPT.values())
+    specs = [replace(at.spec(f"e{2 * number}", value=value), group_size=2) for number, value in values]
     return [twin for spec in specs for twin in (spec, replace(spec, episode_id=f"e{int(spec.episode_id[1:]) + 1}"))]
 
 

@@ -14,11 +14,11 @@ from agentrl.core.ports import Trainer
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
-from agentrl.journal.port import JournalStore
+from agentrl.journal.port import EpisodeEnd, JournalStore
 from agentrl.journal.run_log import RunLog
-from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import simulate
 from tests.support.builders import make_completion, make_episode_header, make_spec, make_trajectory
+from tests.support.recording_trainer import RecordingTrainer
 from tests.support.sim_disk import SimDisk
 from tests.support.sim_journal import SimJournal
 
@@ -73,12 +73,12 @@ def test_a_commit_waits_for_its_entries_and_refuses_what_was_never_appended() ->
         log.append(JournalEntry("e0", 0, "r#0", b"", encode_body(RewardEntry("agent", 0, 1.0, None))))
         too_many = make_episode_header(make_spec("e0"), location=EpisodeDataLocation(log.name, 2))
         with pytest.raises(JournalError, match=r"turns-worker-0\.db"):
-            await journal.commit_episode(make_spec("e0"), too_many, b"", {})
+            await journal.commit(EpisodeEnd(make_spec("e0"), too_many))
         header = make_episode_header(make_spec("e0"), location=EpisodeDataLocation(log.name, 1))
-        await journal.commit_episode(make_spec("e0"), header, b"", {})
+        await journal.commit(EpisodeEnd(make_spec("e0"), header))
         assert len(log.read("e0", 0)) == 1
         with pytest.raises(JournalError, match="twice"):
-            await journal.commit_episode(make_spec("e0"), header, b"", {})
+            await journal.commit(EpisodeEnd(make_spec("e0"), header))
 
     simulate(main, seed=0)
 
@@ -86,9 +86,9 @@ def test_a_commit_waits_for_its_entries_and_refuses_what_was_never_appended() ->
 def test_commits_and_flushes_fail_where_the_test_says() -> None:
     async def main() -> None:
         journal = MemoryJournal(failing_commits={2}, failing_flushes={1})
-        await journal.commit_episode(make_spec("e0"), make_episode_header(make_spec("e0")), b"", {})
+        await journal.commit(EpisodeEnd(make_spec("e0"), make_episode_header(make_spec("e0"))))
         with pytest.raises(StorageError, match="commit 2, episode e1"):
-            await journal.commit_episode(make_spec("e1"), make_episode_header(make_spec("e1")), b"", {})
+            await journal.commit(EpisodeEnd(make_spec("e1"), make_episode_header(make_spec("e1"))))
         with pytest.raises(StorageError, match="flush 1"):
             await journal.turn_log("w0").flush()
         await journal.turn_log("w0").flush()

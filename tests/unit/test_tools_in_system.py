@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from agentrl.app.policies import hidden_tools
 from agentrl.app.run_parts import environment_of, make_chat_format
@@ -20,9 +16,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, SampledTurn, ToolCall, ToolSpec
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.rollout.chat.chat_template import TEMPLATE_FILE
-from agentrl.rollout.chat.published import published_templates
-from tests.unit.test_chat_format import ADD, HOSTILE, PARTS, QWEN, QWEN_MARKUP, QWEN_SPECIAL, tool, user, write_model
+from tests.unit.test_chat_format import ADD, HOSTILE, QWEN, QWEN_MARKUP, QWEN_SPECIAL, tool, user, write_model
 
 PLAIN = """
 {%- for message in messages %}
@@ -167,97 +161,15 @@ def test_doctor_is_not_ready_if_the_template_hides_the_tools(
     assert (tools["level"], "tools_in" in tools["fix"]) == ("missing", True)
 
 
-CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "a question": [{"role": "user", "content": "2 + 3?"}],
-    "an own system message": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}],
-    "answers of two calls": [
-        {"role": "user", "content": "2 + 3, and 4 + 5?"},
-        {
-            "role": "assistant",
-            "content": "Both:",
-            "tool_calls": [
-                {"type": "function", "id": "a", "function": {"name": "add", "arguments": {"x": 2, "y": "é"}}},
-                {"type": "function", "id": "b", "function": {"name": "add", "arguments": {"x": 4, "y": 5}}},
-            ],
-        },
-        {"role": "tool", "content": "5", "tool_call_id": "a"},
-        {"role": "tool", "content": "9", "tool_call_id": "b"},
-        {"role": "user", "content": "And now?"},
-        {"role": "assistant", "content": "5 and 9."},
-        {"role": "user", "content": "Thanks."},
-    ],
-    "an answer at the end": [
-        {"role": "user", "content": "2 + 3?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
-        {"role": "tool", "content": "5"},
-    ],
-}
-
-
-@pytest.mark.parametrize("tools", [[], [ADD]], ids=["no tools", "tools"])
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_the_published_template_shows_a_conversation_as_training_did(
-    name: str, tools: list[ToolSpec], model: Path, chat: TemplateChatFormat
-) -> None:
-    template = published_templates(model, {}, "system")[TEMPLATE_FILE]
-    offered = [
-        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
-        for t in tools
-    ]
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    shown = tokenizer.apply_chat_template(
-        CONVERSATIONS[name], tools=offered or None, chat_template=template, tokenize=False, add_generation_prompt=True
-    )
-    messages = [message_of(each) for each in CONVERSATIONS[name]]
-    assert shown == chat.decode(chat.start(messages, tools))
-
-
-@pytest.mark.parametrize("as_parts", [False, True], ids=["text", "parts"])
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_template_that_reads_parts_is_published_for_text_and_parts(name: str, as_parts: bool, tmp_path: Path) -> None:
-    model = write_model(tmp_path, PARTS, QWEN_SPECIAL)
-    chat = TemplateChatFormat.load(model, tools_in="system")
-    tool = {"name": ADD.name, "description": ADD.description, "parameters": ADD.parameters}
-    render = partial(
-        AutoTokenizer.from_pretrained(model).apply_chat_template,
-        tools=[{"type": "function", "function": tool}],
-        chat_template=published_templates(model, {}, "system")[TEMPLATE_FILE],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    conversation = [
-        {**each, "content": [{"type": "text", "text": each["content"]}] if as_parts else each["content"]}
-        for each in CONVERSATIONS[name]
-    ]
-    messages = [message_of(each) for each in CONVERSATIONS[name]]
-    assert render(conversation) == chat.decode(chat.start(messages, [ADD]))
-    with pytest.raises(TemplateError, match="trained on text alone"):
-        render([{"role": "user", "content": [{"type": "image"}]}])
-
-
-def message_of(value: dict[str, Any]) -> Message:
-    calls = [
-        ToolCall(id=call.get("id", ""), name=call["function"]["name"], arguments=call["function"]["arguments"])
-        for call in value.get("tool_calls", ())
-    ]
-    return Message(role=value["role"], content=value["content"], tool_calls=tuple(calls))
-
-
 THINKS = PLAIN + "{%- if not enable_thinking | default(true) %}{{- '<think>\\n\\n</think>\\n' }}{%- endif %}"
 
 
-def test_a_variable_of_the_template_is_set_and_published(tmp_path: Path) -> None:
+def test_a_variable_of_the_template_is_set(tmp_path: Path) -> None:
     model = write_model(tmp_path, THINKS, QWEN_SPECIAL)
-    asked = [{"role": "user", "content": "2 + 3?"}]
-    tokenizer = AutoTokenizer.from_pretrained(model)
     for thinks in (True, False):
         chat = TemplateChatFormat.load(model, template_variables={"enable_thinking": thinks})
         shown = chat.decode(chat.start([user("2 + 3?")], ()))
         assert shown.endswith("</think>\n") == (not thinks)
-        published = published_templates(model, {"enable_thinking": thinks}, "template")[TEMPLATE_FILE]
-        render = partial(tokenizer.apply_chat_template, asked, chat_template=published, tokenize=False)
-        assert render(add_generation_prompt=True) == shown
-        assert render(add_generation_prompt=True, enable_thinking=False).endswith("</think>\n")
     others = {TemplateChatFormat.load(model, template_variables=v).fingerprint for v in ({}, {"enable_thinking": True})}
     assert len(others) == 2, "a run resumed with another value would continue other conversations"
 
@@ -266,13 +178,3 @@ def test_a_variable_that_the_template_does_not_read_is_refused(tmp_path: Path) -
     model = write_model(tmp_path, THINKS, QWEN_SPECIAL)
     with pytest.raises(ModelError, match="reads no such variable; it reads enable_thinking"):
         TemplateChatFormat.load(model, template_variables={"enable_thinkin": True})
-
-
-@pytest.mark.parametrize("value", [None, True, -1.5, 'é"\\n{{ x }}\U0001f600', [1, "a"], {"a": {"b": [False, None]}}])
-def test_any_json_value_is_published_as_it_is(value: Any, tmp_path: Path) -> None:
-    model = write_model(tmp_path, PLAIN + "{{- thing | tojson }}", QWEN_SPECIAL)
-    published = published_templates(model, {"thing": value}, "template")[TEMPLATE_FILE]
-    shown = AutoTokenizer.from_pretrained(model).apply_chat_template(
-        [{"role": "user", "content": "?"}], chat_template=published, tokenize=False
-    )
-    assert shown.endswith("\n" + json.dumps(value, ensure_ascii=False))

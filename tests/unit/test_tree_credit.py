@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path as FilePath
 
 import pytest
 
 from agentrl.core.errors import InputError
 from agentrl.core.records import AgentTurns, ForkPoint
-from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group, Piece
+from agentrl.credit.group_baselines import leave_one_out
 from agentrl.credit.to_go import advantages_to_go
-from agentrl.credit.trees import AgentKey, Probed, tree_credits, tree_pieces
+from agentrl.credit.trees import AgentKey, tree_credits, tree_pieces
 from agentrl.testing.function_check import check_advantage
 from tests.markdown_pages import ROOT, python_of
 from tests.support import user_functions
@@ -50,11 +48,6 @@ def test_rewards_to_go_along_a_tree() -> None:
 # --- a user's estimator over trees ------------------------------------------------------------------------------------
 
 
-def probes_of(*calls: tuple[str, str, int, int]) -> dict[str, ForkPoint]:
-    """As `branches_of`, for calls with `probe=True`."""
-    return {name: replace(point, probe=True) for name, point in branches_of(*calls).items()}
-
-
 def branches_of(*calls: tuple[str, str, int, int]) -> dict[str, ForkPoint]:
     """Branches by their ids, from (main episode, call, number of branches, turns before the call)."""
     return {
@@ -78,7 +71,7 @@ def estimator(name: str) -> AdvantageEstimator:
 
 def of_the_page(name: str, directory: FilePath) -> str:
     """Reference of a function of the page, in a file of its own."""
-    (text,) = [text for text in python_of(ROOT / "docs/reference/trees.md") if f"def {name}(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs/how-to/branches.md") if f"def {name}(" in text]
     (directory / "mine.py").write_text(text, encoding="utf-8")
     return f"{directory / 'mine.py'}:{name}"
 
@@ -151,57 +144,3 @@ def test_a_result_of_the_wrong_shape_is_refused_by_name(name: str, message: str)
         estimator(name).of_trees(group_of([1.0, 0.0, 0.5, 0.0, 0.25], AGENTS, TWO_CALLS))
     (finding,) = check_advantage(f"{FilePath(user_functions.__file__).resolve()}:{name}").findings
     assert f"the advantage {name} returned" in finding
-
-
-# --- probes -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_values_of_probes_divide_pieces_and_change_nothing_else() -> None:
-    probed = probes_of(("e0", "r#0", 2, 0), ("e0", "r#3", 1, 2), ("e0", "r#9", 1, 3), ("e1", "r#2", 1, 1))
-    rewards = [0.0, 1.0, 0.25, 0.75, 0.125]
-    values = {(name, "s", 0): reward for name, reward in zip(probed, rewards, strict=True)}
-    own = [1.0, 0.0, 0.5, 0.0, 0.25]
-    plain = tree_pieces(leave_one_out, own, AGENTS, TWO_CALLS)
-    pieces = tree_pieces(leave_one_out, own, AGENTS, TWO_CALLS | probed, values)
-    main, early, late, later, other = pieces
-    # Calls: probes at 0 turns, branch after 1, probes after 2, branch after 3 and then probes at the same state.
-    assert [(p.first, p.probe_value) for p in main] == [(0, 0.5), (1, None), (2, 0.25), (3, 0.75)]
-    assert [(p.first, p.probe_value) for p in other] == [(0, None), (1, 0.125)]
-    assert [p.probe_value for p in (*early, *late, *later)] == [None] * 3, "these probes came after the branches"
-    for before, after in zip(plain, pieces, strict=True):
-        assert {p._replace(first=0, probe_value=None) for p in after} == {p._replace(first=0) for p in before}
-
-
-def test_branches_share_the_value_of_probes_started_just_before_them() -> None:
-    branches = branches_of(("e0", "r#4", 2, 2)) | probes_of(("e0", "r#3", 1, 2), ("e0", "r#1", 1, 1))
-    values = {("e0~0.r#3.b1", "s", 0): 0.25, ("e0~0.r#1.b1", "s", 0): 0.75}
-    agents: list[AgentKey] = [(name, "s", 0) for name in ("e0", "e0~0.r#4.b1", "e0~0.r#4.b2")]
-    main, *others = tree_pieces(leave_one_out, [1.0, 0.0, 0.0], agents, branches, values)
-    assert [(p.first, p.probe_value) for p in main] == [(0, None), (1, 0.75), (2, 0.25)]
-    assert [[p.probe_value for p in own] for own in others] == [[0.25], [0.25]]
-
-
-def test_a_dropped_probe_leaves_the_mean() -> None:
-    points = probes_of(("e0", "r#1", 3, 1))
-    for left in (2, 1, 0):
-        values = {(name, "s", 0): 0.5 for name in list(points)[:left]}
-        (main,) = tree_pieces(leave_one_out, [1.0], [("e0", "s", 0)], points, values)
-        assert [p.probe_value for p in main] == ([None, 0.5] if left else [None])
-
-
-def test_probes_have_rewards_to_go() -> None:
-    points = probes_of(("e0", "r#2", 1, 1))
-    agents: list[AgentKey] = [("e0", "s", 0), ("e1", "s", 0)]
-    seen = []
-
-    def rule(rewards: Sequence[float], pieces: Sequence[Sequence[Piece]]) -> list[list[float]]:
-        seen.append([p.probe_value for p in pieces[0]])
-        return [[0.0] * len(own) for own in pieces]
-
-    probes = {("e0~0.r#2.b1", "s", 0): Probed(3.0, [(0, 1.0), (1, 0.5)])}
-    tree_credits(leave_one_out, [1.0, 0.0], agents, points, [[(0, 1.0)], []], rule, probes)
-    assert seen == [[None, 3.0], [None, 3.0], [None, 2.0]]  # of R, and from turns 0 and 1 on
-
-
-def test_the_page_s_vine_ppo_passes_the_check(tmp_path: FilePath) -> None:
-    assert check_advantage(of_the_page("vine_ppo", tmp_path)).findings == []

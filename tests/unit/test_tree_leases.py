@@ -193,7 +193,8 @@ def test_a_resumed_tree_has_a_lease_once_its_pin_is_confirmed() -> None:
         trees = Trees(OneProcess())
         pinning = asyncio.ensure_future(trees.served.pin(tree_holder("e1", 0), weights(KEPT)))
         await asyncio.sleep(0.001)
-        trees.leases.add("e1", 0, "e1~0.r#2.b1", KEPT)
+        trees.leases.add("e1", 0, "e1~0.r#2.b1")
+        trees.leases.take_over()
         assert not trees.leases.leased
         assert await trees.acquire("e1", KEPT) == "leased"
         await pinning

@@ -100,7 +100,7 @@ def test_content_lies_in_an_exported_page_as_base64_only(tmp_path: Path, capsys:
     index, *rest = map(json.loads, blocks(html))
     episode = rest[index["blocks"]["episode e1 0"] - 1]
     assert episode["conversation"]["acts"][0]["text"] == HOSTILE
-    assert set(episode) == {"conversation", "tokens", "reasons", "timeline"}
+    assert set(episode) == {"conversation", "tokens", "reasons"}
 
 
 def test_the_sample_run_s_page_answers_what_the_page_asks(sample_run: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import pytest
 from aiohttp import web
 
 from agentrl.cli.main import main
-from agentrl.core.errors import InputError, StorageError
 from agentrl.inspection.viewer.application import RunningViewerServer, serve_viewer
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import spec, write, write_run
@@ -242,19 +241,17 @@ def test_it_ends_though_a_client_does_not_read_what_it_asked_for(sample_run: Pat
         served(sample_run, use)
 
 
-def test_a_port_that_is_taken_and_a_run_that_is_none_are_named(sample_run: Path, tmp_path: Path) -> None:
-    async def start(run: Path, port: int) -> None:
-        async with serve_viewer(run, port):
-            raise AssertionError("it started")
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_a_port_that_is_taken_and_a_run_that_is_none_are_named(
+    sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(StorageError, match=f"port {port}"):
-            asyncio.run(start(sample_run, port))
-    with pytest.raises(InputError, match="no run"):
-        asyncio.run(start(tmp_path, 0))
+        assert main(["run", "serve", str(sample_run), f"--port={port}"]) == 2
+    said = capsys.readouterr().err
+    assert f"port {port} of 127.0.0.1: cannot be listened on (" in said
+    assert said.endswith("choose another --port\n")
+    assert main(["run", "serve", str(tmp_path)]) == 2
+    assert "no run" in capsys.readouterr().err
 
 
 def test_the_command_prints_an_address_on_loopback_and_ends_with_ctrl_c(sample_run: Path) -> None:

@@ -2,19 +2,18 @@
 
 LoRA: Hu et al., 2021, arXiv:2106.09685. y = W x + B ((A x) * row mask), with the A of the pass's adapters stacked, and
 their B side by side. With many adapters, rows are grouped by adapter in one batched product, as in Punica
-(arXiv:2310.18547). Experts multiply each row by the matrices of its adapter and expert (`engines.experts`).
+(arXiv:2310.18547).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from agentrl.engines.experts import ExpertFactors, compute_adapted, find_expert_tensor
 from agentrl.engines.weights.reading import check_adapter, linear_layer
 
 if TYPE_CHECKING:
@@ -30,16 +29,12 @@ _NO_ADAPTERS = np.empty(0, np.int64)
 class AdapterBank:
     """The adapters of one base model. Layers are wrapped when the first adapter arrives."""
 
-    def __init__(self, model: PreTrainedModel, *, places: int, max_rank: int, row_by_row: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, places: int, max_rank: int) -> None:
         self.max_rank = max_rank
-        self.row_by_row = row_by_row
-        """Whether the experts of each row are computed alone; see `compute_adapted`."""
         self._model = model
         self._free = list(range(places))
         self._adapters: dict[int, AdapterWeights] = {}
         self._layers: dict[str, BankLinear] = {}
-        self._experts: dict[str, tuple[BankExperts, str]] = {}
-        """Experts and the name of their tensor, by the name of PEFT's module."""
         self._rank = 0
         self._columns = 0
         self._selection: bytes | None = None
@@ -49,8 +44,6 @@ class AdapterBank:
         """Float [B, 1, columns]: 1 if the column belongs to the row's adapter; None: all do."""
         self.groups: _Groups | None = None
         """Rows grouped by adapter; set instead of `mask` if there are many adapters."""
-        self.adapters = torch.empty(0, dtype=torch.int64)
-        """Adapter of each row, [B]; the first place is that of rows without one."""
 
     def free_slot(self) -> int | None:
         """Return the lowest empty slot, or None if all are filled."""
@@ -88,14 +81,8 @@ class AdapterBank:
 
     def _wrap(self, adapter: AdapterWeights) -> bool:
         """Wrap the layers of an adapter that no earlier adapter covered; returns whether there are any."""
-        new_names = [name for name in adapter.matrices if name not in self._layers and name not in self._experts]
+        new_names = [name for name in adapter.matrices if name not in self._layers]
         for name in new_names:
-            if (found := find_expert_tensor(self._model, name)) is not None:
-                experts, tensor = found
-                if not isinstance(experts.forward, BankExperts):  # its other tensor may be in the bank
-                    experts.forward = BankExperts(experts, self)
-                self._experts[name] = (experts.forward, tensor)
-                continue
             layer = linear_layer(self._model, name)
             assert layer is not None, "checked before"
             parent, _, child = name.rpartition(".")
@@ -108,8 +95,6 @@ class AdapterBank:
         for layer in self._layers.values():
             layer.down = layer.base.weight.new_zeros(self._columns, layer.base.in_features)
             layer.up = layer.base.weight.new_zeros(self._columns, layer.base.out_features)
-        for bank_experts, tensor in self._experts.values():
-            bank_experts.allocate(tensor, 1 + self._columns // self._rank, self._rank)
 
     def _write(self, place: int, adapter: AdapterWeights) -> None:
         first = place * self._rank
@@ -121,8 +106,6 @@ class AdapterBank:
                     down, up = adapter.matrices[name]
                     layer.down[first : first + adapter.rank] = down
                     layer.up[first : first + adapter.rank] = up.t() * adapter.scale
-            for name, (bank_experts, tensor) in self._experts.items():
-                bank_experts.write(tensor, 1 + place, adapter.matrices.get(name), adapter.scale)
 
     def select(self, adapters: NDArray[np.int64]) -> None:
         """Set the adapter of each row of the next pass, `[B]`; -1: none."""
@@ -136,7 +119,6 @@ class AdapterBank:
             return
         self._narrow(indices)
         columns, device = self._narrow_indices, self._model.device
-        self.adapters = torch.from_numpy(adapters + 1).to(device)
         everyone = bool((adapters >= 0).all())
         self.mask, self.groups = None, None
         # With at most four, it is cheaper to compute the columns of all adapters for every row and to mask the others'.
@@ -200,41 +182,6 @@ class BankLinear(nn.Module):
                 low.view(len(bank.mask), -1, low.shape[-1]).mul_(bank.mask)
             out.addmm_(low, up)
         return out.view(*hidden.shape[:-1], -1)
-
-
-class BankExperts:
-    """The forward pass of a layer's experts with their part of the bank."""
-
-    def __init__(self, experts: Any, bank: AdapterBank) -> None:
-        self._experts = experts
-        self._forward = experts.forward
-        self._bank = bank
-        self._factors: dict[str, ExpertFactors] = {}
-
-    def allocate(self, tensor: str, places: int, rank: int) -> None:
-        """Make room for adapters on a tensor; all of them change nothing."""
-        self._factors[tensor] = ExpertFactors.zeros(self._experts, tensor, places, rank)
-
-    def write(self, tensor: str, place: int, matrices: tuple[Tensor, Tensor] | None, scale: float) -> None:
-        """Write the adapter of a place, or one that changes nothing."""
-        count, written = self._experts.num_experts, None
-        if matrices is not None:
-            down, up = matrices
-            written = ExpertFactors.from_peft(down, up * scale, count)
-        for at, rows in enumerate(self._factors[tensor]):
-            row = rows.view(count, -1, *rows.shape[1:])[:, place]
-            row.zero_()
-            if written is not None:
-                row[:, : written[at].shape[1]] = written[at]
-
-    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        bank = self._bank
-        if not bank.active:
-            return self._forward(hidden, chosen, weights)  # type: ignore[no-any-return]
-        adapters = bank.adapters.repeat_interleave(len(hidden) // len(bank.adapters))
-        return compute_adapted(
-            self._experts, hidden, chosen, weights, self._factors, adapters, row_by_row=bank.row_by_row
-        )
 
 
 class _Groups(NamedTuple):

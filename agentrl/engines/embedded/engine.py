@@ -41,6 +41,7 @@ from transformers.initialization import no_init_weights
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
 from agentrl.core.futures import run_shielded
+from agentrl.core.known_checks import known_result
 from agentrl.core.ports import DELTA_SECONDS, EngineCapabilities
 from agentrl.core.tokens import Completion
 from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
@@ -250,11 +251,12 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             )
         torch.set_num_threads(threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        compute_dtype = model_dtype(model_path, dtype, torch.device(device))
+        of_model = model_dtype(model_path, dtype, torch.device(device))
         model = load_model(
-            model_path, max_context=max_context, dtype=compute_dtype, device=device, shares_weights=shares_weights
+            model_path, max_context=max_context, dtype=of_model, device=device, shares_weights=shares_weights
         )
-        check_slots_match_forward(model, model_path, max_context=max_context)
+        check = partial(check_slots_match_forward, model, model_path, max_context=max_context)
+        known_result("slots", model_path, model, max_context, check)
         check_kv_memory(model, slots=slots, max_context=max_context)
         if fixed_shapes:
             compute_row_by_row(model)
@@ -289,7 +291,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
 
     def session_ended(self, session: EmbeddedSession) -> None:
         self._table.free_slot(session)
-        self.versions.leases.close(session)
+        self.versions.release(session)
 
     async def generate(
         self, session: EmbeddedSession, request: GenerateRequest, on_delta: NewTokensCallback | None = None
@@ -340,7 +342,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
                     self._end(call, aborted=True)
                 if batcher.empty:
                     return False
-                batcher.admit(self.versions.held, self.versions.leases.resolve)
+                batcher.admit(self.versions.held, self.versions.resolve)
                 step = batcher.plan()
                 if step is not None:
                     ended_slots = await loop.run_in_executor(self._worker, self._pass, step)
@@ -557,9 +559,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     def _bank(self) -> AdapterBank:
         """Return the adapter bank of the base model, made at the first use."""
         if self.base.bank is None:
-            self.base.bank = AdapterBank(
-                self.base.model, places=self.places, max_rank=self._max_rank, row_by_row=self._fixed_shapes
-            )
+            self.base.bank = AdapterBank(self.base.model, places=self.places, max_rank=self._max_rank)
         return self.base.bank
 
     def settle(self, serving: EmbeddedVersion) -> None:
@@ -594,13 +594,13 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         policy = new.version.policy
         old = self.of_policy(policy)
         self.live[new.version] = self.current[policy] = new
-        if self.leases.refresh_of(policy) == "token":
+        if self.refresh_of(policy) == "token":
             self._engine.switch_calls(old, new)
         self.settle(old)
 
     async def _load_full(self, weights: WeightsRef) -> None:
         policy = weights.version.policy
-        refresh = self.leases.refresh_of(policy)
+        refresh = self.refresh_of(policy)
         if refresh in ("episode", "lazy"):
             raise version_refused_error(
                 weights,
@@ -645,7 +645,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             self._check_open()
             is_current, policy = self._requested.is_current(weights), weights.version.policy
             # A pin on the old version, for which open turns were not awaited, may have ended since.
-            has_open_turns = self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls > 0
+            has_open_turns = self.refresh_of(policy) == "turn" and self.of_policy(policy).calls > 0
             target = self._overwritable(weights) if is_current and not has_open_turns else None
             model_copy = target or self._new_copy(is_merged=weights.kind == "adapter")
             # Saving costs a merged copy nothing, and full weights a copy in memory.
@@ -688,7 +688,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         """Whether nothing will hold the policy's current adapter once these weights are current."""
         policy = weights.version.policy
         old = self.of_policy(policy)
-        is_free = self.leases.refresh_of(policy) == "token" and not old.held and old.adapter != BASE
+        is_free = self.refresh_of(policy) == "token" and not old.held and old.adapter != BASE
         return is_free and self._requested.is_current(weights)
 
     async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterWeights, canary: Canary | None) -> bool:

@@ -181,7 +181,7 @@ class MergedModelCopy(ServedModelCopy):
         """Merge a checked adapter into the weights of the base, in place of an earlier one."""
         self._adapter, stale = adapter, dict(self._own)
         with torch.no_grad():
-            for name, product in () if adapter is None else adapter_products(adapter, self.model, self.model.device):
+            for name, product in () if adapter is None else adapter_products(adapter, self.model.device):
                 stale.pop(name, None)
                 if name not in self._own:
                     self._own[name] = torch.empty_like(self._base.state[name])
@@ -547,11 +547,10 @@ def check_slots_match_forward(model: PreTrainedModel, path: str, *, max_context:
     Raises:
         ModelError: the results differ, or the model fails.
     """
-    passes = 3  # over slots, and two plain ones
     try:
         with computing_in_float32(model, lambda parameter: varied(parameter.float())):
             difference = _largest_difference(model, _CONTEXTS, _PIECES)
-            tokens = affordable_tokens(model, max_context, passes)
+            tokens = affordable_tokens(model, max_context, passes=3)  # over slots, and two plain ones
             for length in check_lengths(model.config, max_context, tokens):
                 contexts = (tuple(random_tokens(model.config, (length,), length).tolist()), _CONTEXTS[1])
                 pieces = ((length - 1, 2), (1, 1))

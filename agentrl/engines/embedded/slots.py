@@ -17,6 +17,8 @@ whose last turn is rewritten.
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -364,7 +366,7 @@ class SlotKvCache:
         return store[:, :, : self._length].index_select(0, self._rows)
 
     def _allocate(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
-        buffers = [x.new_zeros(self.slots, x.shape[1], self.capacity + 1, x.shape[3]) for x in (key, value)]
+        buffers = [_zeros_on_demand(x, (self.slots, x.shape[1], self.capacity + 1, x.shape[3])) for x in (key, value)]
         self._keys[layer_index], self._values[layer_index] = buffers
         return buffers[0], buffers[1]
 
@@ -379,6 +381,15 @@ class SlotKvCache:
         """Return the number of positions before the new tokens; models ask only if positions are not given, and they
         are."""
         return 0
+
+
+def _zeros_on_demand(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros. On a CPU they take no memory until they are written: most contexts stay far below full length."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * like.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would hold the contexts of a thousand tokens
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 def _copy(store: Tensor, copy: PrefixCopy) -> None:

@@ -22,8 +22,6 @@ from agentrl.core.errors import (
     EngineError,
     EngineFailedError,
     EngineLostError,
-    SupersededVersionError,
-    TrainerLostError,
     VersionNotServedError,
     VersionsRefusedError,
     version_refused_error,
@@ -39,7 +37,7 @@ from agentrl.engines.version_table import VersionRow, VersionSet, in_loading_ord
 from agentrl.engines.weights.version_files import VersionFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agentrl.core.clock import Clock
     from agentrl.core.ports import EngineCapabilities, EngineSession, GenerateRequest, NewTokensCallback, TokenScores
@@ -195,9 +193,6 @@ class ProcessEngine:
 
     capabilities: EngineCapabilities
     """Capabilities of the engine, known once the process has served."""
-    deliver: Callable[[PolicyVersion, str], Awaitable[None]] | None = None
-    """Makes the trainer send full weights of a version to an address when the process asks; None: the process loads
-    files. Set by `app.engines.connect_engines_to_trainer`."""
 
     def __init__(
         self,
@@ -213,11 +208,12 @@ class ProcessEngine:
     ) -> None:
         self._name = name
         self._program = program
-        self._send_tasks: set[asyncio.Task[None]] = set()
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
         self._versions = VersionRow()
         """The newest request, and the versions that the process has confirmed, which a new process receives first."""
+        self._one_at_a_time = asyncio.Lock()
+        """Held while the process is brought to the requested versions."""
         self._pin_errors: dict[WeightsRef, EngineError] = {}
         """Errors of pinned versions that a former process served and the next one could not load, until they are
         unpinned."""
@@ -269,28 +265,6 @@ class ProcessEngine:
                 self.supervisor.achieved()
             case protocol.BusyHeartbeat() if self._connection is not None and reply.seconds > self._connection.busy:
                 self.supervisor.achieved()  # another client may have loaded them
-            case protocol.WeightsRequest() if self._connection is not None:
-                task = asyncio.get_running_loop().create_task(self._send_weights(reply, self._connection))
-                self._send_tasks.add(task)
-                task.add_done_callback(self._send_tasks.discard)
-
-    async def _send_weights(self, request: protocol.WeightsRequest, connection: EngineConnection) -> None:
-        """Make the trainer send weights that the process asked for, or send the rest of their file; if the trainer does
-        not, the process loads that file."""
-        try:
-            if not request.address:
-                if connection.files is not None:
-                    await connection.files.send_remainder(request.version)
-            elif self.deliver is not None:
-                await self.deliver(request.version, request.address)
-        except (SupersededVersionError, TrainerLostError):
-            pass  # the trainer's own caller reports a lost trainer
-        except Exception as error:  # noqa: BLE001 - the engine waits for the answer below
-            if connection.is_open:
-                why = error if isinstance(error, AgentRLError) else repr(error)
-                self._tell(f"the trainer did not send {request.version} ({why}); the engine loads the published file")
-        finally:
-            connection.send(protocol.WeightTransferEnded(number=request.number))
 
     async def welcome(self) -> None:
         """Give a fresh process the versions of its predecessor."""
@@ -308,7 +282,7 @@ class ProcessEngine:
             raise EngineLostError("the engine's process sent an unexpected answer")
         self.capabilities = reply.capabilities
         if self._host:
-            connection.files = VersionFiles(connection, self._host, only_headers=reply.receives_weights)
+            connection.files = VersionFiles(connection, self._host)
         await self._restore(connection)
         self._is_welcomed = True
         self._address = reply.address
@@ -406,6 +380,10 @@ class ProcessEngine:
         pins = request.pinned.difference(request.current.values())
         self._pin_errors = {weights: error for weights, error in self._pin_errors.items() if weights in pins}
         try:
+            if self._one_at_a_time.locked():
+                # The update under way may wait for a place that only versions unpinned since then can free.
+                with suppress(EngineError):
+                    await (await self._connect()).serve((), pinned)
             await run_shielded(self._serve())
         except VersionsRefusedError as error:
             self._versions.refuse(request, error.refused)
@@ -419,31 +397,32 @@ class ProcessEngine:
         refused: dict[PolicyVersion, EngineError] = {}
         losses: Counter[WeightsRef | None] = Counter()
         one_by_one = False
-        while True:
-            connection, before = await self._connect(), self._versions.confirmed
-            request = self._versions.requested
-            goal = VersionSet(request.current, request.pinned.difference(self._pin_errors)).without(refused, before)
-            new = in_loading_order(goal.all - before.all, ())
-            postponed = {weights.version for weights in new[1:]} if one_by_one else set()
-            version_set = goal.without(postponed, before)
-            try:
-                await connection.serve(version_set.current.values(), version_set.pinned)
-            except EngineLostError:
-                suspect = new[0] if len(new) == 1 or postponed else None
-                losses[suspect] += 1
-                one_by_one = True
-                if losses[suspect] >= LOSSES_OF_AN_UPDATE:
-                    reason = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
-                    if suspect is None:
-                        raise EngineError(f"the update without new versions was given up: {reason}") from None
-                    refused[suspect.version] = version_refused_error(suspect, reason)
-                continue
-            except VersionsRefusedError as error:
-                refused |= error.refused
-                version_set = version_set.without(error.refused, before)
-            self._versions.confirm(version_set)
-            if not postponed:
-                break
+        async with self._one_at_a_time:
+            while True:
+                connection, before = await self._connect(), self._versions.confirmed
+                request = self._versions.requested
+                goal = VersionSet(request.current, request.pinned.difference(self._pin_errors)).without(refused, before)
+                new = in_loading_order(goal.all - before.all, ())
+                postponed = {weights.version for weights in new[1:]} if one_by_one else set()
+                version_set = goal.without(postponed, before)
+                try:
+                    await connection.serve(version_set.current.values(), version_set.pinned)
+                except EngineLostError:
+                    suspect = new[0] if len(new) == 1 or postponed else None
+                    losses[suspect] += 1
+                    one_by_one = True
+                    if losses[suspect] >= LOSSES_OF_AN_UPDATE:
+                        reason = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
+                        if suspect is None:
+                            raise EngineError(f"the update without new versions was given up: {reason}") from None
+                        refused[suspect.version] = version_refused_error(suspect, reason)
+                    continue
+                except VersionsRefusedError as error:
+                    refused |= error.refused
+                    version_set = version_set.without(error.refused, before)
+                self._versions.confirm(version_set)
+                if not postponed:
+                    break
         if refused:
             raise VersionsRefusedError(refused=refused)
 

@@ -112,10 +112,7 @@ class EngineConnection(rpc.Connection):
         }
         if self.files is not None:
             refused |= self.files.take_failures(versions)
-            must_resend = self.files.must_resend(refused)
             self.files.answered(call, [weights for weights in versions if weights.version not in refused])
-            if must_resend:
-                return await self.serve(current, pinned)
         if refused:
             raise VersionsRefusedError(refused=refused)
 

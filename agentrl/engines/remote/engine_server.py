@@ -32,14 +32,13 @@ from agentrl.core.errors import (
     EngineStorageError,
     VersionsRefusedError,
 )
-from agentrl.core.files import DELTA_FILES, WEIGHT_FILES
+from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.machine import rare_collections
 from agentrl.core.network import Listener
+from agentrl.core.parent_death import die_with_parent
 from agentrl.core.ports import Engine
-from agentrl.core.weight_deltas import WeightDeltaError, make_whole, read_record, remove_delta
 from agentrl.engines import protocol
-from agentrl.engines.process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
-from agentrl.engines.weights.receiver import WeightReceivingEngine
+from agentrl.engines.process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE
 
 if TYPE_CHECKING:
     from agentrl.core.ports import EngineSession
@@ -84,9 +83,6 @@ class ConnectionHandler:
                 self._answer(message.call, self._keep(message))
             case protocol.LogprobsRequest():
                 self._answer(message.call, self._score(message))
-            case protocol.WeightTransferEnded():
-                if isinstance(self._engine, WeightReceivingEngine):
-                    self._engine.inbox.not_sent(message.number)
             case protocol.LoadEngineRequest():
                 raise EngineError("the engine is already loaded")
 
@@ -109,10 +105,6 @@ class ConnectionHandler:
                 self._sessions[message.session] = session
                 return
         session.close()
-
-    def request_weights(self, number: int, version: PolicyVersion, address: str) -> None:
-        """Ask the owner for full weights; see `WeightReceiver.listen`."""
-        self.connection.send(protocol.WeightsRequest(number=number, version=version, address=address))
 
     async def heartbeat(self) -> protocol.BusyHeartbeat:
         """Make a heartbeat, which shows that the engine does not hang."""
@@ -172,9 +164,7 @@ class ConnectionHandler:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         async with self._write_lock:  # waits for the preceding chunks
             known = self.versions.digests()  # later ones are of requests that follow
-        current, pinned = await asyncio.to_thread(
-            lambda: [[self.versions.local(ref) for ref in refs] for refs in (message.current, message.pinned)]
-        )
+        current, pinned = ([self.versions.local(ref) for ref in refs] for refs in (message.current, message.pinned))
         refused: Mapping[PolicyVersion, EngineError] = {}
         try:
             await self._engine.serve(current, pinned)
@@ -216,7 +206,7 @@ class ReceivedWeightFiles:
             EngineStorageError: writing failed.
             EngineError: the name does not belong to a version's file, or the bytes before are missing.
         """
-        names = {name for files in (*WEIGHT_FILES.values(), DELTA_FILES) for name in files}
+        names = {name for files in WEIGHT_FILES.values() for name in files}
         if chunk.name not in names or not chunk.sha256.isalnum():
             raise EngineError(f"{chunk.name!r} is not a file of a version")
         directory = self._root / chunk.sha256
@@ -235,16 +225,10 @@ class ReceivedWeightFiles:
             ) from error
 
     def local(self, weights: WeightsRef) -> WeightsRef:
-        """Return the version with the path of its local copy, if its files were sent; a delta is applied."""
+        """Return the version with the path of its local copy, if its files were sent."""
         if weights.sha256 not in self._digests:
             return weights
-        directory = self._root / weights.sha256
-        # After an error the engine refuses the version, and the owner sends it whole.
-        with contextlib.suppress(OSError, WeightDeltaError):
-            if (record := read_record(directory)) is not None:
-                make_whole(directory, base=self._root / record.base_sha256)
-                remove_delta(directory)
-        return replace(weights, path=str(directory))
+        return replace(weights, path=str(self._root / weights.sha256))
 
     def digests(self) -> frozenset[str]:
         """Return the digests of the versions whose files were sent."""
@@ -328,21 +312,6 @@ class EngineServer:
             self._clients.discard(client)
             writer.close()
 
-    async def accept_weights(self, host: str) -> bool:
-        """Let trainers send weights to an engine that requests them through its owner; returns whether it does.
-
-        Args:
-            host: see `listen`.
-        """
-        private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
-        path = f"{private}/weights"
-        if not isinstance(self._engine, WeightReceivingEngine):
-            return False
-        if not host and (private is None or len(path) > LONGEST_ADDRESS):
-            return False
-        await self._engine.inbox.listen(path, self.owner.request_weights, host=host)
-        return True
-
     async def exit_process(self) -> None:
         """Exit after an engine failure, once every call has sent its tokens."""
         if self._exiting:
@@ -388,14 +357,12 @@ async def _serve(connection: socket.socket) -> None:
         await owner.flush()
         return
     server = EngineServer(engine, owner)
-    receives = await server.accept_weights(load.host)
-    reply = protocol.EngineLoadedReply(
-        capabilities=engine.capabilities, address=await server.listen(load.host), receives_weights=receives
-    )
-    owner.send(reply)
+    address = await server.listen(load.host)
+    owner.send(protocol.EngineLoadedReply(capabilities=engine.capabilities, address=address))
     heartbeats = asyncio.get_running_loop().create_task(owner.send_heartbeats(BUSY_S, server.owner.heartbeat))
     await owner.run(server.owner.handle)
     heartbeats.cancel()
+    writer.close()
 
 
 def main() -> None:

@@ -38,7 +38,6 @@ _SETTING_OF_ARGUMENT = {
     "max_loras": "policies.NAME.lora",
     "max_cpu_loras": "policies.NAME.lora",
     "max_lora_rank": "policies.NAME.lora.rank",
-    "enable_mixed_moe_lora_format": "policies.NAME.lora.experts",
     "enable_return_routed_experts": "engine.capture_routing",
     "return_sampling_mask": "top_k, top_p and min_p in [sampling] or policies.NAME.sampling",
 }

@@ -44,7 +44,6 @@ from agentrl.engines.vllm.startup import (
     start_vllm,
 )
 from agentrl.engines.vllm.updates import VllmVersion, VllmVersionTable
-from agentrl.engines.weights.receiver import WeightReceiver
 from agentrl.engines.weights.vllm_worker import SAMPLED_BEFORE
 
 if TYPE_CHECKING:
@@ -211,11 +210,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self._routing_by_call: dict[str, RoutedContext | None] = {}
         """What earlier calls of a row returned of its experts, by session."""
         self._llm = llm
-        self.inbox = WeightReceiver()
-        """Receives full weights of a version from its trainer."""
         self.versions = VllmVersionTable(
             *(llm, shapes, versions, settings),
-            inbox=self.inbox,
             switch=self._switch_calls,
             recall=self._recall_calls,
         )
@@ -246,7 +242,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         adapter_slots: int = 4,
         max_rank: int = 64,
         merged: Collection[str] = (),
-        expert_adapters: bool = False,
         max_staleness: Mapping[str, int] = MappingProxyType({}),
         kv_memory: int = 0,
         threads: int = 1,
@@ -270,7 +265,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             adapter_slots: number of adapters served side by side; 0: full weights of one policy.
             max_rank: the largest rank of an adapter.
             merged: policies whose adapters are merged into the weights, with `adapter_slots` = 0.
-            expert_adapters: whether adapters may be on the experts of a mixture of experts.
             max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if
                 absent.
             kv_memory: bytes of KV; 0: vLLM's own choice on a GPU, enough for `slots` contexts on CPU.
@@ -297,7 +291,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             adapter_slots=adapter_slots,
             max_rank=max_rank,
             merged=merged,
-            expert_adapters=expert_adapters,
             max_staleness=max_staleness,
             dtype=dtype,
             memory_share=memory_share,
@@ -314,7 +307,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         return VllmSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: VllmSession) -> None:
-        self.versions.leases.close(session)
+        self.versions.release(session)
         self._routing_by_call.pop(session.session_id, None)
 
     async def generate(
@@ -379,7 +372,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                 raise EngineError(f"call {call.request.request_id}: the engine was closed")
             if call.ending:
                 return "abort"
-            call.serving, call.moving, call.is_running = self.versions.leases.resolve(call.session), False, True
+            call.serving, call.moving, call.is_running = self.versions.resolve(call.session), False, True
             call.serving.calls += 1
             self._work(1)
             try:
@@ -556,7 +549,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self._closed = True
         for call in self._calls.values():
             self._abort(call.name)
-        self.inbox.close()
         self.versions.close()
         self._grammars.close()
         self._llm.shutdown()

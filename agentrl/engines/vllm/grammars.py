@@ -19,7 +19,7 @@ import numpy as np
 import xgrammar
 
 from agentrl.core.errors import GrammarNotCheckedError, GrammarRefusedError
-from agentrl.core.limited_process import LimitedProcess, not_started
+from agentrl.core.limited_process import LimitedProcess
 from agentrl.core.tokens import ExcludedTokens, KeptCount, KeptSets
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Grammars:
         try:
             kind, answer = self._checks.ask(grammar, grammar)  # again, if others filled its memory
         except OSError as error:
-            raise GrammarNotCheckedError(f"the grammar of the reply is not checked: {not_started(error)}") from error
+            raise GrammarNotCheckedError(f"the grammar of the reply is not checked: {error}") from error
         if kind in ("ended", "late"):
             raise GrammarNotCheckedError(f"the grammar of the reply is not checked: {answer}")
         if kind != "done":

@@ -16,11 +16,11 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
+from agentrl.core.parent_death import die_with_parent
 from agentrl.engines.process import (
     INTERFACE_VARIABLE,
     LOG_VARIABLE,
     PRIVATE_DIRECTORY_VARIABLE,
-    die_with_parent,
 )
 
 _ENVIRONMENT = {

@@ -77,8 +77,6 @@ class VllmSettings:
     max_staleness: Mapping[str, int]
     merged: Collection[str] = ()
     """Policies whose adapters are merged into the weights; needs `adapter_slots` = 0."""
-    expert_adapters: bool = False
-    """Whether adapters may be on the experts of a mixture of experts, too."""
     capture_routing: bool = False
     capture_mask: bool = False
     dtype: str = "auto"
@@ -188,9 +186,7 @@ def _adapters(settings: VllmSettings) -> dict[str, Any]:
         raise EngineCapabilityError(f"vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
     # One more than are live, because the next version is loaded while the previous one still serves.
     sizes = {"max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": ranks[0]}
-    # Without it, vLLM reads PEFT's stacked experts for the few models alone that it stores that way.
-    experts = {"enable_mixed_moe_lora_format": True} if settings.expert_adapters else {}
-    return {"enable_lora": True, **sizes, **experts}
+    return {"enable_lora": True, **sizes}
 
 
 def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
@@ -213,7 +209,6 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
             max_context=max_context,
             adapter_slots=settings.adapter_slots,
             max_rank=settings.max_rank,
-            expert_adapters=settings.expert_adapters,
         )
         other_bytes = bytes_besides_cache(shapes, held, total=gpu_total, arguments=settings.arguments)
         kv_memory = int(settings.memory_share * gpu_total) - other_bytes

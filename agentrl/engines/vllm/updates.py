@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 from vllm import SamplingParams, TokensPrompt
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -55,11 +55,8 @@ from agentrl.engines.weights.reading import (
     is_from_trainer,
     map_weights_to_state,
     read_adapter,
-    read_metadata,
     read_weights,
 )
-from agentrl.engines.weights.receiver import TransferError
-from agentrl.engines.weights.transfer import TransferCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -73,8 +70,6 @@ if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.canary import Canary
     from agentrl.engines.vllm.startup import VllmSettings
-    from agentrl.engines.weights.receiver import IncomingTransfer, WeightReceiver
-    from agentrl.engines.weights.transfer import WeightOffer
 
 _FIRST = -(1 << 40)
 """Priority of a canary: before all conversations."""
@@ -120,7 +115,6 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         versions: for each policy, the version that it starts with: the directory's weights, until `serve` brings
             others of that id.
         settings: settings of the engine.
-        inbox: receives full weights of a version from its trainer.
         switch: moves the calls in flight that the first version samples to the second.
         recall: aborts the requests that a refused version samples; their calls continue under the previous version.
     """
@@ -132,7 +126,6 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         versions: Mapping[str, PolicyVersion],
         settings: VllmSettings,
         *,
-        inbox: WeightReceiver,
         switch: Callable[[VllmVersion, VllmVersion], Awaitable[None]],
         recall: Callable[[VllmVersion], Awaitable[None]],
     ) -> None:
@@ -146,7 +139,6 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         for policy, version in versions.items():
             salt = None if self.places else str(version)
             self.live[version] = self.current[policy] = VllmVersion(version=version, salt=salt)
-        self._inbox = inbox
         # vLLM labels the weights that it was started with `default`
         self._labels = {label: version for version in versions.values() for label in ("default", str(version))}
         """Versions by the labels under which vLLM reports them. Used with full weights, where there is one policy;
@@ -211,7 +203,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         old = self.of_policy(policy)
         self.live[new.version] = self.current[policy] = new
         self.wake()
-        if new.adapter is None or self.leases.refresh_of(policy) == "token":
+        if new.adapter is None or self.refresh_of(policy) == "token":
             await self._switch(old, new)
         self.settle(old)
 
@@ -226,7 +218,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             canary = await asyncio.to_thread(self._copy_checked, weights, copy)
             while len(adapters := [serving for serving in self.live.values() if serving.adapter]) >= self.places:
                 old = self.of_policy(weights.version.policy)
-                moves = self._requested.is_current(weights) and self.leases.refresh_of(old.version.policy) == "token"
+                moves = self._requested.is_current(weights) and self.refresh_of(old.version.policy) == "token"
                 if moves and not old.held and old.adapter:
                     break  # nothing pins the old version, which is unloaded when its calls have moved
                 await self._wait_for_adapter_slot(weights, adapters)
@@ -306,7 +298,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         del self.live[new.version]
         if self.is_current(new):
             self.live[old.version] = self.current[policy] = old
-        self.leases.forget(new)
+        self.forget(new)
         new.check.set_result(False)
         await self._recall(new)
         while new.calls:
@@ -345,68 +337,25 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
             )
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
-        files, (delivery, canary) = weights, await self._receive_offer(weights)
         try:
-            if delivery is None:
-                files, canary = await self._files(weights, copy)
+            files, canary = await asyncio.to_thread(self._files, weights, copy)
             self.held.add(policy)  # a turn that began now would reuse prefixes of the version being replaced
-            while self.leases.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
+            while self.refresh_of(policy) == "turn" and self.of_policy(policy).calls:
                 await self._change()
-            await run_shielded(self._replace_full(weights, canary, files, copy, delivery))
+            await run_shielded(self._replace_full(weights, canary, files))
         finally:
-            if delivery is not None:
-                delivery.close()
             self.held.discard(policy)
             self.wake()
             self._remove_unused_copies()
 
-    async def _receive_offer(self, weights: WeightsRef) -> tuple[IncomingTransfer | None, Canary | None]:
-        """Return the delivery of a version by its trainer, which is ready to send, and the version's canary; the
-        delivery is None if the version must be loaded from its published file."""
-        delivery = await self._inbox.ask(weights.version) if weights.kind == "full" else None
-        if delivery is None:
-            return None, None
-        try:
-            canary = await asyncio.to_thread(self._check_offer, weights, delivery.offer)
-            delivery.answer()
-            while (call := await delivery.next_call()).method == "init":
-                await self._control.answer(delivery, call)
-            if call.method == "start":
-                return delivery, canary
-        except (TransferError, EngineError, OSError) as error:
-            delivery.answer(error=str(error))
-        except BaseException:
-            delivery.close()
-            raise
-        delivery.close()
-        return None, None
-
-    def _check_offer(self, weights: WeightsRef, offer: WeightOffer) -> Canary | None:
-        """Check the weights before any tensor has come; see `_copy_full`. Only a canary tells whether the tensors are
-        those of the version: no digest covers them on the way."""
-        try:
-            tensors = offer.tensors()
-        except ValueError as error:
-            raise version_refused_error(weights, f"its trainer's offer of weights is invalid ({error})") from error
-        canary = self._check_full(weights, WeightFile(tensors, read_metadata(weights)))
-        if canary is None:
-            raise version_refused_error(weights, "it has no canary, so only its published file can be checked")
-        return canary
-
-    async def _files(self, weights: WeightsRef, copy: Path) -> tuple[WeightsRef, Canary | None]:
+    def _files(self, weights: WeightsRef, copy: Path) -> tuple[WeightsRef, Canary | None]:
         """Return the checked files to load, and their canary, so that nothing is left to check while vLLM is paused. A
-        trainer's whole files are loaded as they are; others are copied (see `_copy_checked`)."""
+        trainer's full weights are loaded as they are; other files are copied (see `_copy_checked`)."""
         if weights.kind == "adapter":
-            return await asyncio.to_thread(self._copy_merged, weights, copy)
-        await self._inbox.fetch(weights.version)
-
-        def read() -> tuple[WeightsRef, Canary | None]:
-            files, count = weights, count_numbers(self._model)
-            if not (Path(weights.path) / WEIGHT_FILES["full"][0]).is_file() or not is_from_trainer(weights):
-                files = copy_weight_files(weights, copy, max_numbers=count)
-            return files, self._check_full(weights, read_weights(files, max_numbers=count, maps=True))
-
-        return await asyncio.to_thread(read)
+            return self._copy_merged(weights, copy)
+        count = count_numbers(self._model)
+        files = weights if is_from_trainer(weights) else copy_weight_files(weights, copy, max_numbers=count)
+        return files, self._check_full(weights, read_weights(files, max_numbers=count, maps=True))
 
     def _copy_merged(self, weights: WeightsRef, copy: Path) -> tuple[WeightsRef, Canary | None]:
         count = count_numbers(self._model)
@@ -429,14 +378,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             if copy.name not in used_names:
                 shutil.rmtree(copy, ignore_errors=True)
 
-    async def _replace_full(
-        self,
-        weights: WeightsRef,
-        canary: Canary | None,
-        files: WeightsRef,
-        copy: Path,
-        delivery: IncomingTransfer | None,
-    ) -> None:
+    async def _replace_full(self, weights: WeightsRef, canary: Canary | None, files: WeightsRef) -> None:
         old = self.of_policy(weights.version.policy)
         if old.pins:
             raise version_refused_error(
@@ -447,7 +389,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         )
 
         async with self._control.paused(clear_cache=not self.keep_kv):
-            await self._overwrite(weights, new, old, copy, delivery)
+            await self._overwrite(weights, new, old)
             self._labels[str(new.version)] = new.version
             del self.live[old.version]
             await self._begin_service(new, old, is_current=True)
@@ -459,16 +401,9 @@ class VllmVersionTable(VersionTable[VllmVersion]):
 
         await self._check_canary(weights, new, old, undo=undo)
 
-    async def _overwrite(
-        self, weights: WeightsRef, new: VllmVersion, old: VllmVersion, copy: Path, delivery: IncomingTransfer | None
-    ) -> None:
+    async def _overwrite(self, weights: WeightsRef, new: VllmVersion, old: VllmVersion) -> None:
         """Replace the weights while vLLM is paused; after a failure it has the previous ones again."""
         try:
-            if delivery is not None:
-                if await self._control.receive(delivery, str(new.version)):
-                    return
-                # The trainer is gone or cannot continue; load the file, which has the same weights.
-                new.files, _ = await self._files(weights, copy)
             await self._control.load_full(new.files, str(new.version))
         except EngineDeadError:
             raise
@@ -486,24 +421,14 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         """
         try:
             if old.files is not None and old.files.kind == "full":
-                await self._inbox.fetch(old.version)
-                old.files = await asyncio.to_thread(self._check_files, old.files)
+                count = count_numbers(self._model)
+                await asyncio.to_thread(read_weights, old.files, max_numbers=count)  # checks their digest
             await self._control.load_full(old.files, str(old.version))
         except Exception as error:
             self._control.lost = True
             raise EngineLostError(
                 f"weights {weights.version}: {reason}, and vLLM cannot return to {old.version} ({error})"
             ) from error
-
-    def _check_files(self, files: WeightsRef) -> WeightsRef:
-        """Check the digest of full weights; if the trainer sent them and published only their changes, write them
-        first."""
-        count = count_numbers(self._model)
-        if not (Path(files.path) / WEIGHT_FILES["full"][0]).is_file():
-            copy = Path(self._copies.name) / str(next(self._numbers))
-            files = copy_weight_files(files, copy, max_numbers=count)
-        read_weights(files, max_numbers=count)
-        return files
 
     # --- control ------------------------------------------------------------------------------------------------------
 
@@ -559,46 +484,6 @@ class VllmControl:
             info["path"] = str(Path(files.path) / WEIGHT_FILES["full"][0])
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(weight_version=label)
-
-    async def receive(self, delivery: IncomingTransfer, label: str) -> bool:
-        """Let a trainer, whose `start` was not answered yet, replace the weights.
-
-        Returns:
-            Whether all weights came; if not, vLLM's weights belong to no version, and it waits for others.
-        """
-        call, is_begun = TransferCall(method="start", info={}), False
-        try:
-            while await self.answer(delivery, call, label):
-                if call.method == "finish":
-                    return True
-                is_begun = True
-                call = await delivery.next_call()
-            is_begun = False  # vLLM's worker has ended the failed update itself
-        except TransferError:
-            pass
-        if is_begun:
-            await self._llm.finish_weight_update()
-        return False
-
-    async def answer(self, delivery: IncomingTransfer, call: TransferCall, label: str = "") -> bool:
-        """Execute a trainer's request to vLLM, and answer the trainer."""
-        try:
-            match call.method:
-                case "init":
-                    await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=call.info))
-                case "start":
-                    await self._llm.start_weight_update()
-                case "update":
-                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=call.info))
-                case "finish":
-                    await self._llm.finish_weight_update(weight_version=label)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the trainer waits for an answer despite any error
-            delivery.answer(error=f"{type(error).__name__}: {error}")
-            return False
-        delivery.answer()
-        return True
 
     async def load_adapter(self, adapter: LoRARequest) -> None:
         """Load an adapter in addition to the others.

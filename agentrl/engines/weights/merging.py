@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentrl.engines.experts import ExpertFactors, find_expert_tensor
 from agentrl.engines.models import ONE_LOAD_AT_A_TIME, quote_first_names, read_meta_model
 from agentrl.engines.stored_tensors import checkpoint_tensors, layer_prefix
 
@@ -21,25 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from transformers import PreTrainedModel
-
     from agentrl.engines.weights.reading import AdapterWeights
 
 
 def adapter_products(
-    adapter: AdapterWeights, model: PreTrainedModel, device: torch.device, modules: Iterable[str] | None = None
+    adapter: AdapterWeights, device: torch.device, modules: Iterable[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield s B A of all modules that a checked adapter changes, or of some, in float32, by the name of the weight in
-    the model's state. Only the shapes of the model matter."""
+    the model's state."""
     for module in adapter.matrices if modules is None else modules:
         down, up = (matrix.to(device, torch.float32) for matrix in adapter.matrices[module])
-        found = find_expert_tensor(model, module)
-        if found is None:
-            yield f"{module}.weight", (up @ down).mul_(adapter.scale)
-        else:
-            experts, tensor = found
-            factors = ExpertFactors.from_peft(down, up * adapter.scale, experts.num_experts)
-            yield f"{module.removesuffix('.base_layer')}.{tensor}", factors.product(experts)
+        yield f"{module}.weight", (up @ down).mul_(adapter.scale)
 
 
 def merge(base: Tensor, product: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +51,7 @@ class CheckpointMerger:
     """
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        self._stored = checkpoint_tensors(path, dtype)
+        self._stored = checkpoint_tensors(path)
         self._dtype = dtype
         self._names: dict[str, list[str]] = {}
         """Names of the directory's tensors, by layer."""
@@ -92,7 +83,7 @@ class CheckpointMerger:
         unchanged = set(self._changed)
         for names in modules.values():
             merged: dict[str, Tensor] = {}
-            for name, product in adapter_products(adapter, self._model, device, names):
+            for name, product in adapter_products(adapter, device, names):
                 for stored_name, part in revert_weight_conversion(self._model, {name: product}).items():
                     merged[stored_name] = merge(self._base(stored_name, part).to(device), part, self._dtype)
             layers = {layer_prefix(name) for name in merged}

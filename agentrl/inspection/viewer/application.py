@@ -22,8 +22,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from agentrl.core.connections import BoundedServer, http_logger
-from agentrl.core.errors import AgentRLError, InputError, StorageError
-from agentrl.core.files import os_error_advice
+from agentrl.core.errors import AgentRLError, InputError
 from agentrl.inspection.viewer.page import viewer_page
 from agentrl.inspection.viewer.served_runs import ServedRuns
 
@@ -67,8 +66,8 @@ async def serve_viewer(
         host_names: names under which a proxy passes requests on, besides the server's own address.
 
     Raises:
-        InputError: there is no run.
-        StorageError: the run cannot be read, or the port cannot be used.
+        InputError: there is no run, or the port cannot be used.
+        StorageError: the run cannot be read.
     """
     token = secrets.token_urlsafe(32)
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="viewer")
@@ -83,8 +82,8 @@ async def serve_viewer(
         try:
             port = await server.listen(runner.server, HOST, port)
         except OSError as error:
-            raise StorageError(
-                f"port {port} of {HOST}: cannot be listened on ({error.strerror}); {os_error_advice(error)}"
+            raise InputError(
+                f"port {port} of {HOST}: cannot be listened on ({error.strerror}); choose another --port"
             ) from error
         yield RunningViewerServer(port, token, runs.is_directory)
     finally:

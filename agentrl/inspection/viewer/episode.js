@@ -7,14 +7,12 @@ import { address, episodeAddress } from "./routes.js";
 import { card } from "./charts.js";
 import { conversationPanel, outcome } from "./conversation.js";
 import { tokensPanel } from "./tokens.js";
-import { timelinePanel } from "./timeline.js";
 import { familyPanel, forkName, parentOf } from "./family.js";
 import { listed } from "./list.js";
 
 const TABS = [
   ["conversation", "Conversation"],
   ["tokens", "Tokens"],
-  ["timeline", "Timeline"],
   ["why", "Why"],
   ["family", "Group and children"],
 ];
@@ -41,7 +39,6 @@ const panels = {
     const tokens = await page.ask("tokens", named);
     return [problems(tokens.problems), tokensPanel(tokens, parameters)];
   },
-  timeline: async (page, view, named) => card(null, timelinePanel(await page.ask("timeline", named), named.episode)),
   why: async (page, view, named) => card(null, why(await page.ask("reasons", named))),
   family: (page, view) => familyPanel(page, view),
 };

@@ -23,25 +23,23 @@ function report(policy, lines) {
   const rewards = ["reward", ...splits.map((split) => SPLIT + split)];
   const curves = rewards.map((name, place) => ({ hue: `hue${place % HUES}`, name: place ? splits[place - 1] : "all tasks", isSparse: true, points: lines.flatMap((line, at) => [...(isBreak(lines, at) ? [[line.step, null, 0]] : []), [line.step, line.metrics[name] ?? null, line.metrics[place ? `split_reward_error/${splits[place - 1]}` : "reward_error"] ?? 0]]) }));
   const breaks = lines.filter((_, at) => isBreak(lines, at)).map((line) => line.step);
-  const isCompared = lines.some((line) => line.verdict);
   const cells = (line) => [
     `step ${line.step}`,
     estimate(line.metrics, "reward", "reward_error"),
     ...splits.map((split) => estimate(line.metrics, SPLIT + split, `split_reward_error/${split}`)),
     ...passes.map((k) => estimate(line.metrics, PASS + k, `pass_at_error/${k}`)),
-    line.metrics.played === undefined ? number(line.metrics.tasks ?? line.metrics.episodes) : `${number(line.metrics.played)} of ${number(line.metrics.tasks)}`,
+    number(line.metrics.tasks ?? line.metrics.episodes),
     number(line.metrics.dropped),
     number(line.metrics.turns),
     number(line.metrics.tokens),
-    ...(isCompared ? [line.verdict] : []),
   ];
   const columns = ["reward", ...splits, ...passes.map((k) => `pass@${k}`), "tasks", "dropped", "turns", "tokens"];
   return card(
     `Held-out reward of ${policy}`,
     chart(`Held-out reward of ${policy} by step`, curves, { height: 150, share: isShare("reward", curves.flatMap((each) => each.points)) }),
-    table(["version", ...columns, ...(isCompared ? ["verdict"] : [])], [...lines].reverse().map((line) => ({ cells: cells(line) })), new Set(columns)),
+    table(["version", ...columns], [...lines].reverse().map((line) => ({ cells: cells(line) })), new Set(columns)),
     breaks.length ? element("p", { class: "quiet" }, `The held-out tasks changed before step ${breaks.join(", ")}: rewards before and after a gap are of different tasks.`) : null,
-    element("p", { class: "quiet" }, `After ±, and as error bars: half the width of the 95 % interval over tasks${isCompared ? ", the larger half of one that may be read at any time, with those of all evaluations" : ""}. An evaluation soon after another is drawn beside the line.`),
+    element("p", { class: "quiet" }, `After ±, and as error bars: half the width of the 95 % interval over tasks. An evaluation soon after another is drawn beside the line.`),
   );
 }
 

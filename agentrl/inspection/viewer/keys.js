@@ -4,18 +4,18 @@ import { element } from "./dom.js";
 import { address } from "./routes.js";
 
 const KEYS = [
-  ["j  k", "the next, the one before: episodes, acts, steps, bars"],
+  ["j  k", "the next, the one before: episodes, acts, steps"],
   ["enter", "open it"],
   ["escape", "back up: from a part to its episode, from there to the list"],
   ["/", "search"],
-  ["1 … 5", "parts of an episode: conversation, tokens, timeline, why, group and children"],
+  ["1 … 4", "parts of an episode: conversation, tokens, why, group and children"],
   ["[  ]", "the episode before or after it in the list"],
   ["←  →", "the token before, the next one"],
-  ["g  then  o e t s v f c", "overview, episodes, timeline, steps, evaluations, forks, compare episodes"],
+  ["g  then  o e s v f c", "overview, episodes, steps, evaluations, forks, compare episodes"],
   ["d", "dark or light"],
   ["?", "this"],
 ];
-const VIEWS = { o: "overview", v: "evaluations", e: "episodes", t: "run", s: "steps", f: "forks", c: "compare", r: "runs" };
+const VIEWS = { o: "overview", v: "evaluations", e: "episodes", s: "steps", f: "forks", c: "compare", r: "runs" };
 
 /** Listen; `page` is what the keys act on. */
 export function listenToKeys(page) {
@@ -32,7 +32,7 @@ export function listenToKeys(page) {
     "]": () => document.getElementById("after")?.click(),
     g: () => (isLeading = true),
   };
-  for (const place of [1, 2, 3, 4, 5]) act[place] = () => document.querySelectorAll(".tabs a")[place - 1]?.click();
+  for (const place of [1, 2, 3, 4]) act[place] = () => document.querySelectorAll(".tabs a")[place - 1]?.click();
   document.addEventListener("keydown", (event) => {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
     const wasLeading = isLeading;

@@ -6,7 +6,6 @@ import { address, namedRun, parseRoute } from "./routes.js";
 import { openSource, recall, remember, takeToken } from "./sources.js";
 import { listed, listView } from "./list.js";
 import { episodeView } from "./episode.js";
-import { runView } from "./timeline.js";
 import { overviewView } from "./overview.js";
 import { comparisonView, runsView } from "./runs.js";
 import { forksView } from "./family.js";
@@ -15,8 +14,8 @@ import { evaluationsView } from "./evaluations.js";
 import { compareView } from "./compare.js";
 import { listenToKeys } from "./keys.js";
 
-const VIEWERS = { runs: runsView, comparison: comparisonView, overview: overviewView, episodes: listView, episode: episodeView, run: runView, steps: stepsView, step: stepView, evaluations: evaluationsView, forks: forksView, compare: compareView };
-const NAVIGATION = [["overview", "Overview"], ["episodes", "Episodes"], ["run", "Timeline"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["forks", "Forks"], ["compare", "Compare episodes"]];
+const VIEWERS = { runs: runsView, comparison: comparisonView, overview: overviewView, episodes: listView, episode: episodeView, steps: stepsView, step: stepView, evaluations: evaluationsView, forks: forksView, compare: compareView };
+const NAVIGATION = [["overview", "Overview"], ["episodes", "Episodes"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["forks", "Forks"], ["compare", "Compare episodes"]];
 const THEME = "agentrl theme";
 const PULSE_MS = 2_000;
 
@@ -184,7 +183,7 @@ class ViewerPage {
       const isNew = this.#pulse && pulse.newest !== this.#pulse.newest;
       if (live) [live.textContent, live.className] = pulse.ended ? [pulse.state || "ended", "live"] : ["live", "live on"];
       const { view } = parseRoute(location.hash);
-      const isDrawn = isNew && ["overview", "episodes", "run", "steps", "evaluations"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
+      const isDrawn = isNew && ["overview", "episodes", "steps", "evaluations"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
       if (!isNew || isDrawn) this.#pulse = pulse;
     } catch (error) {
       if (live) [live.textContent, live.className, live.title] = ["not connected", "live off", error.message];
@@ -199,6 +198,6 @@ function counted(run) {
 }
 
 const ALL_RUNS = new Set(["runs", "comparison"]);
-const SECTION = { runs: "runs", comparison: "runs", overview: "overview", episodes: "episodes", episode: "episodes", run: "run", steps: "steps", step: "steps", evaluations: "evaluations", forks: "forks", compare: "compare" };
+const SECTION = { runs: "runs", comparison: "runs", overview: "overview", episodes: "episodes", episode: "episodes", steps: "steps", step: "steps", evaluations: "evaluations", forks: "forks", compare: "compare" };
 
 new ViewerPage().start();

@@ -5,7 +5,6 @@ import { fixed, number, plural, seconds, told } from "./text.js";
 import { address } from "./routes.js";
 import { card } from "./charts.js";
 import { AXES, axisChoice, metricCard, metricSearch, metricTitle } from "./series.js";
-import { tile } from "./timeline.js";
 
 const CHARTS = [
   [["episodes/tokens"], "sampled tokens per episode"],
@@ -136,4 +135,8 @@ function alarms(found) {
 function waits(run) {
   const rows = [["bottleneck", run.bottleneck], ["first step", run.pace], ...run.waits.map((wait) => ["waits", wait]), ...run.controls.slice(-8).map((action) => ["control", action])].filter(([, text]) => text);
   return rows.length ? card(run.state === "running" ? "What it waits for" : "What it waited for", facts(rows, "facts nodes")) : null;
+}
+
+function tile(name, value) {
+  return element("div", { class: "tile" }, element("b", {}, value), element("span", {}, name));
 }

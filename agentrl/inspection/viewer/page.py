@@ -28,7 +28,6 @@ MODULES = (
     "list",
     "tokens",
     "conversation",
-    "timeline",
     "overview",
     "runs",
     "family",

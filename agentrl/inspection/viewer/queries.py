@@ -23,7 +23,6 @@ from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, Ru
 from agentrl.inspection.reasons import explain_conversation, explain_episode
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.steps import evaluation_list, step_list, step_view
-from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_from_conversation
 from agentrl.inspection.tokens import (
     EpisodeToken,
     EpisodeTokens,
@@ -37,8 +36,6 @@ from agentrl.observe.run_state import read_run_snapshot
 
 Parameters = Mapping[str, str]
 
-PARTS = 120
-"""Number of parts of a run's timeline."""
 EXACT = 2**53
 """Smallest integer that is inexact in JavaScript; integers from here on are sent as text."""
 _UNCHANGED = {str, bool, type(None)}
@@ -147,7 +144,6 @@ def answer_episode_queries(
             "conversation": conversation,
             "tokens": _token_columns(tokens_from_view(where, view, read)),
             "reasons": explain_conversation(where, conversation),
-            "timeline": timeline_from_conversation(conversation),
         }
 
 
@@ -200,11 +196,6 @@ def _reasons(reader: RunReader, parameters: Parameters) -> Any:
         return explain_episode(where, episode, attempt)
 
 
-def _timeline(reader: RunReader, parameters: Parameters) -> Any:
-    with _open_episode(reader, parameters) as (where, episode, attempt):
-        return episode_timeline(where, episode, attempt)
-
-
 def _step(reader: RunReader, parameters: Parameters) -> Any:
     lineage = _number(parameters, "lineage", -1)
     return step_view(reader, _number(parameters, "step"), parameters.get("policy"), None if lineage < 0 else lineage)
@@ -226,9 +217,7 @@ QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
     "conversation": _conversation,
     "tokens": _tokens,
     "reasons": _reasons,
-    "timeline": _timeline,
     "forks": lambda reader, _: fork_tree(reader),
-    "run_timeline": lambda reader, _: run_timeline(reader, PARTS),
     "evaluations": lambda reader, _: evaluation_list(reader),
     "steps": lambda reader, _: step_list(reader),
     "step": _step,

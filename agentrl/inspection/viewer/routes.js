@@ -15,7 +15,7 @@ export function parseRoute(hash) {
   const { run = "", ...parameters } = Object.fromEntries(new URLSearchParams(query));
   currentRun = run;
   const parts = path.split("/").map(decoded).filter(Boolean);
-  return { view: parts[0] === "timeline" ? "run" : (parts[0] ?? "overview"), parts: parts.slice(1), parameters };
+  return { view: parts[0] ?? "overview", parts: parts.slice(1), parameters };
 }
 
 function decoded(part) {

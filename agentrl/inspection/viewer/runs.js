@@ -121,7 +121,6 @@ function paired(found, groups) {
   const rows = found.paired.map((line) => [line.group, line.policy, fixed(line.baseline, 3), fixed(line.reward, 3), `${signed(line.difference)} [${signed(line.low)}, ${signed(line.high)}]`, line.verdict, `${line.better} / ${line.worse} of ${line.tasks}`]);
   return [
     rows.length ? wide(["run", "policy", groups[0], "reward", "difference", "verdict", "tasks better / worse"], rows, 2) : null,
-    rows.length && found.paired.every((line) => line.is_anytime) ? element("p", { class: "quiet" }, "In brackets: an interval that may be read at any time; those of a comparison are right together with 95 %.") : null,
     found.notes.map((note) => element("p", { class: "quiet" }, note)),
   ];
 }

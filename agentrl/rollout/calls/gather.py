@@ -14,10 +14,8 @@ import inspect
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core import ids
-from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
 from agentrl.environment.containment import as_episode_error
-from agentrl.journal.entries import GatherOrderEntry, request_hash
+from agentrl.journal.entries import NondeterministicValueEntry, request_hash
 from agentrl.rollout.calls.journal import begin_strand, current_strand
 
 if TYPE_CHECKING:
@@ -26,26 +24,41 @@ if TYPE_CHECKING:
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     strand, number = current_strand(), len(awaitables)
+    group: _GatherGroup | None = None
+
+    async def run(call: JournaledCall) -> NondeterministicValueEntry:
+        nonlocal group
+        group = _GatherGroup(journal, strand, call, awaitables)
+        if await group.wait_until_settled():
+            # Its strands may have finished their calls at the time limit, as they will have on re-execution.
+            if not (group.is_answered and journal.cut(strand)):
+                if journal.cut_error is not None:
+                    journal.end_with(journal.cut_error)
+                raise asyncio.CancelledError
+        elif journal.failure is not None:
+            raise asyncio.CancelledError
+        return NondeterministicValueEntry("gather", group.finished)
+
+    question = request_hash(b"gather", number.to_bytes(4, "little"))
     try:
-        call = journal.open(request_hash(b"gather", number.to_bytes(4, "little")), lambda: f"{number} strands")
-    except BaseException:
-        for awaitable in filter(inspect.iscoroutine, awaitables):
-            awaitable.close()
-        raise
-    group = _GatherGroup(journal, strand, call, awaitables)
-    cancelled = await group.wait_until_settled()
-    if journal.is_stopped and cancelled:
-        raise asyncio.CancelledError
-    if cancelled and group.is_answered and journal.cut(strand):
-        cancelled = False  # its strands have finished their calls, as they will have on re-execution
-    if isinstance(group.error, ReplayMismatchError):
-        raise group.error
-    await journal.reach(call, cancelled=cancelled)
-    if journal.recall(call, GatherOrderEntry) is None:
-        journal.record(call, GatherOrderEntry(tuple(group.finished)))
+        await journal.call(question, lambda: f"{number} strands", NondeterministicValueEntry, run, repeats=_compare)
+    finally:
+        if group is None:
+            for awaitable in filter(inspect.iscoroutine, awaitables):
+                awaitable.close()
+    assert group is not None
     if group.error is not None:
         raise group.error
     return [task.result() for task in group.tasks]
+
+
+def _compare(recorded: object, ended: object) -> None:
+    """Accept any order of the ends of recorded strands: their calls have been compared."""
+
+
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    """Mark a strand's error as retrieved: only the first one is raised."""
+    task.cancelled() or task.exception()
 
 
 class _GatherGroup:
@@ -65,9 +78,7 @@ class _GatherGroup:
         self.error: BaseException | None = None
         """The error of the first strand that failed."""
         loop = asyncio.get_running_loop()
-        self._strands = [
-            journal.enter(ids.child_strand(strand.path, call.number, index)) for index in range(len(awaitables))
-        ]
+        self._strands = [journal.enter(f"{strand.path}/{call.number}.{index}") for index in range(len(awaitables))]
         for child in self._strands:
             child.speaker = strand.speaker
         self.tasks = [
@@ -76,7 +87,8 @@ class _GatherGroup:
         ]
         for child, task in zip(self._strands, self.tasks, strict=True):
             child.task = task
-        if not isinstance(call.recorded, GatherOrderEntry):
+            task.add_done_callback(_mark_retrieved)
+        if not isinstance(call.recorded, NondeterministicValueEntry):
             strand.children = self._strands
             if strand.is_dismissed:
                 journal.dismiss(self._strands)
@@ -100,7 +112,7 @@ class _GatherGroup:
         if running:
             self._journal.dismiss(self._strands)
             self._is_ending = self._strand.is_blocked = True
-            self._journal.look()  # a strand that waits for the calls of one that differs ends too
+            self._journal.order.look()  # a strand that waits for the calls of one that differs ends too
         while not all(task.done() for task in running):
             try:
                 await asyncio.wait(running)
@@ -112,12 +124,10 @@ class _GatherGroup:
     def _end(self) -> None:
         self._strand.is_blocked = False
         self._strand.children = ()
-        for child, task, awaitable in zip(self._strands, self.tasks, self._awaitables, strict=True):
-            self._journal.end_strand(child)
+        for child, awaitable in zip(self._strands, self._awaitables, strict=True):
+            self._journal.order.end_strand(child)
             if child.owner is None and inspect.iscoroutine(awaitable):
                 awaitable.close()
-            if not task.cancelled():
-                task.exception()  # mark as retrieved: only the first error is raised
 
     async def _run(self, index: int, awaitable: Awaitable[Any]) -> Any:
         child = self._strands[index]
@@ -127,13 +137,13 @@ class _GatherGroup:
         begin_strand(child)
         if (follower := self._waiting_to_begin.pop(index + 1, None)) is not None and not follower.done():
             follower.set_result(None)
-        self._journal.look()
+        self._journal.order.look()
         try:
             try:
                 value = await self._journal.begin_steps(child, lambda: awaitable)
             finally:
                 self._journal.end_steps(child)
-                if isinstance(self._journal.failure, GlobalRandomError):
+                if self._journal.failure is not None:
                     raise self._journal.failure
             self.finished.append(index)
             return value
@@ -145,6 +155,6 @@ class _GatherGroup:
                 self.error = error
             raise error  # noqa: B904 - it is the same one, or has it as its cause
         finally:
-            self._journal.end_strand(child)
+            self._journal.order.end_strand(child)
             if not any(strand.is_open for strand in self._strands) or (self.error and not self._is_ending):
                 self._strand.is_blocked = False

@@ -4,10 +4,11 @@ A program makes its calls on strands (`Strand`): the root, and one for each coro
 passes through `CallJournal`:
 
 * `open` names the call and finds its recorded entry; `reach` waits until the call is due (`ReplayOrder`);
-* `recall` returns the recorded entry, which must be of the same kind (`RecordedCalls`);
+* `recall` returns the recorded entry, which must be of the same kind (`Prefix`);
 * `record` appends the entry of a call that was performed.
 
-To resume, fork or replay an episode is to do this over a prefix of recorded entries.
+To resume, fork or branch an episode is to do this over a `Prefix` of recorded entries, and to sample what is new. A
+replay ends at what is new (`OnNew`).
 
 1. A call id belongs to a strand; a strand's calls are made by the task that owns it.
 2. Recorded calls return in the order in which they were appended, whatever the schedule, so that state shared by
@@ -24,34 +25,39 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import (
     AgentRLError,
+    EffectError,
+    EngineError,
+    EpisodeError,
     GlobalRandomError,
-    InfrastructureError,
     ReplayMismatchError,
     UnstructuredConcurrencyError,
+    is_user_code,
 )
+from agentrl.core.event_loop import frame_location, suspended_frames, user_frames
 from agentrl.environment.containment import CoroutineStepGuard, GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import (
     BeginEntry,
-    CancelEntry,
     EffectIntentEntry,
     EntryBody,
     JournalEntry,
-    PatchMarkerEntry,
+    NondeterministicValueEntry,
     RewardEntry,
-    TimeLimitEntry,
     TurnEntry,
+    UnansweredEntry,
     encode_body,
     extend_digest,
     request_hash,
@@ -62,6 +68,7 @@ from agentrl.rollout.calls.mismatch import (
     DIFFERENT_REQUEST,
     FORK_REMEDY,
     REMEDY,
+    REPLAY_REMEDY,
     describe_entry,
     printable_excerpt,
     replay_mismatch,
@@ -69,33 +76,56 @@ from agentrl.rollout.calls.mismatch import (
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterator
+    from collections.abc import Coroutine, Generator, Iterator
     from contextlib import AbstractContextManager
 
+    from agentrl.core.records import ForkPoint
     from agentrl.journal.port import TurnLog
 
 
 Body = TypeVar("Body")
+T = TypeVar("T")
 
 StreamKey = tuple[int, int]
 """Seed and attempt of the episode that made a call."""
 
+TIME_LIMIT: Literal["time_limit"] = "time_limit"
+ORDER_S = 10.0
+"""Seconds that a request waits for an inherited turn that came earlier when it was recorded."""
 BEGIN = "begin"
 """Call id of an attempt's first entry."""
 
 
-class JournaledCall(msgspec.Struct, frozen=True):
+Question = bytes | Callable[["JournaledCall"], bytes]
+"""Hash of a call's request, or a function that computes it once the call is due."""
+
+
+class JournaledCall(msgspec.Struct, eq=False):
     """A call that is about to happen, or that is recorded."""
 
     call_id: str
-    request_hash: bytes
-    recorded: EntryBody | None
+    question: Question
+    recorded: EntryBody | None = None
     strand: Strand | None = None
     number: int = 0
     waits: bool = True
     """Whether `CallJournal.reach` may have to wait; False for a new call while no other strand is open."""
+    recorded_hash: bytes = b""
     is_inherited: bool = False
     """Whether a fork inherited the call, so that it is neither written nor trained."""
+    has_ended: bool = False
+    """Whether the call has raised its recorded end."""
+    suspended_at: int = 0
+    """As `UnansweredEntry.suspensions`."""
+    state: Any = None
+    """As `UnansweredEntry.state`."""
+
+    @property
+    def request_hash(self) -> bytes:
+        """Hash of the request, computed when it is first needed."""
+        if not isinstance(self.question, bytes):
+            self.question = self.question(self)
+        return self.question
 
 
 class CallJournal:
@@ -105,11 +135,9 @@ class CallJournal:
         log: log to which entries are appended.
         episode_id: id of the episode.
         attempt: number of the attempt.
-        recorded: the attempt's entries on disk, in the order in which they were appended.
+        prefix: what is recorded of the attempt.
         seed: seed of the episode.
-        inherited: see `RecordedCalls`.
-        edits: see `RecordedCalls`.
-        answers: see `RecordedCalls`; the checker uses them to repeat the answers of the outside world.
+        on_new: what happens at a call that is not recorded; None: it is performed.
     """
 
     __slots__ = (
@@ -117,20 +145,23 @@ class CallJournal:
         "_cancelled_calls",
         "_ended",
         "_episode_id",
-        "_is_cutting",
+        "_is_resumed",
+        "_is_told",
+        "_key",
         "_log",
-        "_order",
+        "_named",
+        "_on_new",
         "_recorded",
-        "_seed",
         "_stopped",
+        "cancellations",
         "code_hash",
         "code_hash_then",
+        "cut_error",
         "detects_draws",
         "digest",
         "failure",
-        "is_new",
         "is_over_time",
-        "is_resumed",
+        "order",
         "own_random",
         "purpose",
         "written",
@@ -141,12 +172,10 @@ class CallJournal:
         log: TurnLog,
         episode_id: str,
         attempt: int,
-        recorded: Iterable[JournalEntry] = (),
+        prefix: Prefix | None = None,
         *,
         seed: int = 0,
-        inherited: Iterable[JournalEntry] = (),
-        edits: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
-        answers: Iterable[JournalEntry] = (),
+        on_new: OnNew | None = None,
     ) -> None:
         self._log = log
         self._episode_id = episode_id
@@ -159,8 +188,12 @@ class CallJournal:
         """The error the episode ends with, even if its program catches it."""
         self.is_over_time = False
         """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
-        self._is_cutting = False
-        """Whether the time limit has cancelled the program, and no call has raised `LimitReachedError` for it yet."""
+        self.cut_error: EpisodeError | None = None
+        """Error of the episode if the time limit has cancelled the program, and no call raises `LimitReachedError`."""
+        self.cancellations = 0
+        """Number of cancellations of the program's task by the episode's own end."""
+        self._is_told = False
+        """Whether a call of the program has been refused since the episode's end."""
         self._cancelled_calls: tuple[JournaledCall, ...] = ()
         self.purpose = ""
         """Why the attempt was recorded; a replay of it has another purpose."""
@@ -171,34 +204,121 @@ class CallJournal:
         self.detects_draws = True
         """Whether the episode fails if its code draws from global random generators that are not its own."""
         self.written = 0
-        recorded_here, inherited, answers = list(recorded), list(inherited), list(answers)
-        self._seed = seed
-        self._recorded = NOTHING_RECORDED
-        if recorded_here or inherited or edits or answers:
-            self._recorded = RecordedCalls(episode_id, (seed, attempt), recorded_here, inherited, edits, answers)
-        self.is_resumed = bool(recorded_here)
-        """Whether an earlier execution of the attempt left entries."""
-        self.is_new = self._recorded.is_empty
-        """Whether every call is new: nothing was recorded before."""
-        stray = ReplayMismatchError if self.is_new else self._stray  # a new attempt has no recording to differ from
-        self._order = ReplayOrder(self._recorded.numbered(), stray)
-        for entry in recorded_here:
+        self._key = (seed, attempt)
+        self._recorded = prefix or NOTHING_RECORDED
+        self._on_new = on_new
+        self._named: dict[str, set[str]] = _NONE
+        """Ids of the calls named by their content so far, keyed by the part that their content determines."""
+        # A new attempt has no recording to differ from.
+        stray = self._stray if self._recorded else ReplayMismatchError
+        self.order = ReplayOrder(self._recorded.numbered(), stray)
+        for entry in self._recorded.own:
             self._count(entry)
+        self._is_resumed = bool(self._recorded.own)
+        """Whether an earlier execution of the attempt left entries."""
+        self._recorded.own = ()
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, digest: bytes, describe: Callable[[], str]) -> JournaledCall:
-        """Open the next call of the calling strand.
+    async def call(
+        self,
+        question: Question,
+        describe: Callable[[], str],
+        kind: type[Body],
+        do: Callable[[JournaledCall], Awaitable[Body]],
+        *,
+        repeats: Callable[[Body, Body], tuple[str, str] | None] | None = None,
+        memoised: str | None = None,
+        limit: AbstractContextManager[None] | None = None,
+        recalled: Callable[[UnansweredEntry], None] | None = None,
+    ) -> Body:
+        """Make the next call of the calling strand: recall its entry, or perform and record it.
+
+        An error that ends the episode cancels its program, which cannot catch it; later calls are refused, and the
+        second of them ends the program's code.
 
         Args:
-            digest: hash of the request: of everything that says who does what.
+            question: hash of the request: of everything that says who does what.
             describe: returns the request in words, for the message of a mismatch.
+            kind: kind of the entry.
+            do: performs the call.
+            repeats: for a call that is code which runs again on re-execution: returns how its new entry differs from
+                the recorded one, as two clauses. The recorded entry is returned.
+            memoised: name of a call that is not run again on re-execution; it may make no calls itself.
+            limit: the episode's time limit, if it is paused meanwhile.
+            recalled: called with the recorded end of a call without a value.
+
+        Raises:
+            LimitReachedError: a limit refused the call, or cut it.
+            asyncio.CancelledError: the call was cancelled, or the episode has ended.
+        """
+        try:
+            if self.is_ending:
+                await self._wait_for_the_end()
+            call = self.open(question, describe)
+            del question  # a call in flight holds no more than it needs
+            strand = call.strand
+            assert strand is not None
+            strand.inside += 1
+            try:
+                if repeats is None:
+                    if call.waits:
+                        await self.reach(call, describe)
+                    if call.recorded is not None:
+                        return self.recall(call, kind)
+                    self.end_at_new(call.call_id, "a new call")
+                with CallExecution(strand, memoised, limit):
+                    entry = await do(call)
+                if repeats and (call.recorded is not None or self.order.next_id is not None):
+                    await self.reach(call, describe)  # the code may have made calls
+                    if call.recorded is not None:
+                        recorded = self.recall(call, kind)
+                        if (difference := repeats(recorded, entry)) is not None:
+                            self.mismatch(call.call_id, *difference)
+                        return recorded
+                self.record(call, entry)  # type: ignore[arg-type]
+                return entry
+            except (asyncio.CancelledError, LimitReachedError) as end:
+                if recalled is not None and call.has_ended and isinstance(call.recorded, UnansweredEntry):
+                    recalled(call.recorded)
+                raise await self._end_without_value(call, end)  # noqa: B904 - the same one, or one of the limit
+            finally:
+                strand.inside -= 1
+        except (EffectError, LimitReachedError):
+            raise
+        except AgentRLError as error:
+            self.end_with(error)
+
+    def answer(
+        self,
+        question: bytes,
+        describe: Callable[[], str],
+        kind: type[Body],
+        make: Callable[[JournaledCall], Body],
+        act: Callable[[JournaledCall, Body], object] = lambda call, entry: None,
+    ) -> Body:
+        """Make a call that waits for nothing; see `call`. `make` returns the entry of a new one, and `act` does what
+        every execution does."""
+        try:
+            call = self.open(question, describe)
+            if call.recorded is not None:
+                entry = self.recall(call, kind)
+            else:
+                entry = make(call)
+                self.record(call, entry)  # type: ignore[arg-type]
+            act(call, entry)
+            return entry
+        except AgentRLError as error:
+            self.end_with(error)
+
+    def open(self, question: Question, describe: Callable[[], str]) -> JournaledCall:
+        """Open the next call of the calling strand; see `call`.
 
         Raises:
             UnstructuredConcurrencyError: the call is made by another task, inside an effect, or after the episode's
                 end.
             ReplayMismatchError: the journal holds another request under this id.
-            asyncio.CancelledError: the episode was stopped.
+            asyncio.CancelledError: the episode has ended, or was stopped.
         """
         strand = current_strand()
         if self._ended:
@@ -211,65 +331,131 @@ class CallJournal:
                 f"ctx or an agent of episode {self._episode_id} was used inside {strand.memoised}, which is not run "
                 "again on re-execution. Use them before or after it"
             )
-        if self._stopped:
+        if self.is_ending:
             raise asyncio.CancelledError
         if self._cancelled_calls:
             self.settle()
+        while self._recorded.regraded and ids.call_id(strand.path, strand.calls) in self._recorded.regraded:
+            strand.calls += 1
         number = strand.calls
         strand.calls = number + 1
         call_id = ids.call_id(strand.path, number)
-        if self.is_new:
-            return JournaledCall(call_id, digest, None, strand, number, len(self._order.strands) > 1)
+        if not self._recorded:
+            return JournaledCall(call_id, question, None, strand, number, len(self.order.strands) > 1)
         entry = self._recorded.get(call_id)
-        strand.use(self._recorded.key_of(entry))
+        strand.use(self._recorded.keys.get(entry.episode_id, self._key) if entry else self._key)
         if entry is None:
-            entry = self._recorded.answer(call_id)
+            entry = self._recorded.answers.get(call_id)
         if entry is None:
-            return JournaledCall(call_id, digest, None, strand, number)
-        body = self._recorded.body(entry)
-        if entry.request_hash != digest:
+            return JournaledCall(call_id, question, None, strand, number)
+        is_inherited = entry.episode_id != self._episode_id
+        call = JournaledCall(call_id, question, entry.decode(), strand, number, True, entry.request_hash, is_inherited)
+        if isinstance(question, bytes):
+            self._compare(call, describe)
+        return call
+
+    def _compare(self, call: JournaledCall, describe: Callable[[], str]) -> None:
+        """Refuse a recorded call that now has another request; a call cancelled before it asked has none."""
+        if call.recorded is None or (not call.recorded_hash and isinstance(call.recorded, UnansweredEntry)):
+            return
+        if call.recorded_hash != call.request_hash:
             now = f"the code now asks {printable_excerpt(describe())}"
-            self.mismatch(call_id, f"the journal holds {describe_entry(body)}", now)
-        return JournaledCall(call_id, digest, body, strand, number, is_inherited=entry.episode_id != self._episode_id)
+            self.mismatch(call.call_id, f"the journal holds {describe_entry(call.recorded)}", now)
 
-    def open_named(self, call_id: str, digest: bytes) -> JournaledCall:
-        """Open a call named by its content, on no strand and in no order: a request to the gateway.
+    def end_at_new(self, call_id: str, act: str) -> None:
+        """End a replay at a call that is not recorded."""
+        if self._on_new is not None:
+            raise self._on_new.error(call_id, act)
 
-        An answer of an earlier attempt is removed from `answers`, and the caller writes it again; an entry that a fork
-        inherits is already written.
+    def check_repeatable(self, call: JournaledCall, name: str) -> None:
+        """Refuse to run code again that the time limit cut, and whose calls do not say where.
+
+        Raises:
+            EpisodeError: the call is recorded as cut.
+        """
+        if isinstance(call.recorded, UnansweredEntry) and call.recorded.stop_reason:
+            why = f"{name} was ended by the time limit, so what it did until then cannot be repeated"
+            raise EpisodeError(why, reason="resource_lost")
+
+    # --- calls named by their content ---------------------------------------------------------------------------------
+
+    def begin_external(self, *, recall: bool) -> None:
+        """Note that the calls of an external agent begin; unless `recall`, no reply of an earlier attempt is recalled.
+
+        Raises:
+            EpisodeError: it died with its process, or must not run again.
+        """
+        episode = f"episode {self._episode_id}"
+        if self._on_new is None and self._is_resumed:
+            raise EpisodeError(
+                f"{episode}: its external agent died with its process; the episode starts over, with the same replies "
+                "to the same requests",
+                reason="harness_lost",
+                begin_again=True,
+            )
+        if self._on_new is not None and not recall:
+            raise EpisodeError(
+                f"{episode}: its program must not run again (replay_stable = False), so the episode cannot be replayed",
+                reason="resource_lost",
+            )
+        self._named = {}
+        if not recall:
+            self._recorded.answers = _NONE
+
+    async def call_named(
+        self,
+        prefix: str,
+        digest: bytes,
+        asks: Callable[[JournalEntry], bool],
+        turn_over: Callable[[], Awaitable[None]],
+        recall: Callable[[JournaledCall, TurnEntry], T],
+        do: Callable[[JournaledCall], Awaitable[T]],
+    ) -> T:
+        """Make a call named by its content, on no strand: a request to the gateway. Equal contents are two calls.
+
+        Parallel requests may arrive in another order than the turns that a fork inherits; each waits at most `ORDER_S`
+        for those before it.
+
+        Args:
+            prefix: part of the call's id that its seat and content determine.
+            digest: hash of the request.
+            asks: whether a recorded call with this content has the same messages, volatile text included.
+            turn_over: waits until another call has ended.
+            recall: takes over a recorded reply.
+            do: performs the call.
 
         Raises:
             UnstructuredConcurrencyError: the episode has ended.
             asyncio.CancelledError: the episode was stopped.
         """
-        if self._ended:
-            raise UnstructuredConcurrencyError(
-                f"episode {self._episode_id}, call {call_id}: the episode ended while the call was waiting"
-            )
+        used, recorded = self._named.setdefault(prefix, set()), self._recorded
+        same = (each.call_id for each in recorded.named(prefix) if each.call_id not in used and asks(each))
+        call_id = next(same, "") or next(name for n in count() if (name := f"{prefix}{n}") not in used)
+        used.add(call_id)
+        self._check_open(call_id)
         if self._stopped:
             raise asyncio.CancelledError
-        inherited_entry = self._recorded.get(call_id)
-        if inherited_entry is not None:
-            return JournaledCall(call_id, digest, inherited_entry.decode(), waits=False, is_inherited=True)
-        answer = self._recorded.remove_answer(call_id)
-        body = None if answer is None or answer.request_hash != digest else answer.decode()
-        return JournaledCall(call_id, digest, body, waits=False)
-
-    def recorded_named(self, prefix: str) -> list[JournalEntry]:
-        """Return the recorded calls named by their content that `open_named` would find under a prefix."""
-        return self._recorded.named(prefix)
-
-    def take_inherited(self, call: JournaledCall) -> None:
-        """Consume an inherited call."""
-        self._recorded.remove(call.call_id)
+        inherited, answer = recorded.get(call_id), recorded.answers.pop(call_id, None)
+        entry = inherited or (None if answer is None or answer.request_hash != digest else answer)
+        call = JournaledCall(call_id, digest, entry.decode() if entry else None, is_inherited=inherited is not None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ORDER_S):
+                while (inherited or not entry) and recorded.first_inherited(prefix) not in (None, inherited):
+                    await turn_over()
+        recorded.remove(call_id)
+        try:
+            if isinstance(call.recorded, TurnEntry):
+                return recall(call, call.recorded)
+            result = await do(call)
+        except EngineError as error:
+            self.fail(error)
+            raise
+        await self.flush()
+        return result
 
     def inherits_turns(self, seat: str) -> bool:
         """Whether inherited turns remain to be requested by a seat's external agent."""
-        return bool(self._recorded.inherited_turns(seat))
-
-    def forget_answers(self) -> None:
-        """Forget recorded answers, so that later calls are performed again."""
-        self._recorded.forget_answers()
+        return self._recorded.first_inherited(seat) is not None
 
     def unasked_turns(self, seat: str) -> list[TurnEntry]:
         """Return the recorded turns that a seat's external agent has not requested.
@@ -282,7 +468,10 @@ class CallJournal:
 
     def record_again(self, call: JournaledCall, body: TurnEntry) -> None:
         """Append a turn of an earlier attempt to this one; raises as `record`."""
-        self.record(call, body)
+        if self._on_new is not None:
+            self._on_new.came_back(call.call_id, body)
+        else:
+            self.record(call, body)
 
     def check_new(self, call: JournaledCall, difference: str) -> None:
         """Check a named call before it is performed. A fork refuses it while inherited turns remain to be requested; a
@@ -295,110 +484,127 @@ class CallJournal:
         Raises:
             ReplayMismatchError: the call is refused.
         """
+        if self._on_new is not None and difference:
+            self.mismatch(call.call_id, DIFFERENT_REQUEST, difference, remedy=REPLAY_REMEDY)
+        self.end_at_new(call.call_id, "a turn that was not requested in the recording")
         if self.inherits_turns(call.call_id.rpartition(":")[0]):
             now = f"{difference}; fork at turn 0 to sample with the program as it is now"
             self.mismatch(call.call_id, DIFFERENT_REQUEST, now, remedy=FORK_REMEDY)
+
+    # --- the steps of a call ------------------------------------------------------------------------------------------
 
     def edits_at(self, call_id: str) -> Sequence[Mapping[str, Any]]:
         """Return the messages with which a fork replaces those of a call; usually none."""
         return self._recorded.edits.get(call_id, ())
 
-    def peek(self, digest: bytes) -> EntryBody | None:
-        """Return the recorded body of the calling strand's next call if it has the same request, without making the
-        call."""
-        entry = self._next_entry()
-        return self._recorded.body(entry) if entry is not None and entry.request_hash == digest else None
-
-    def next_recorded(self) -> EntryBody | None:
-        """Return the recorded body of the calling strand's next call, whatever it asks."""
-        entry = self._next_entry()
-        return None if entry is None else self._recorded.body(entry)
-
-    def _next_entry(self) -> JournalEntry | None:
-        strand = current_strand()
-        return self._recorded.get(ids.call_id(strand.path, strand.calls))
-
-    async def reach_next(self) -> None:
-        """Wait until the calling strand's next call, which is recorded, is due; raises as `reach`."""
-        strand = current_strand()
-        await self._order.wait(strand, strand.calls)
-
-    def fork_edits(self) -> Sequence[Mapping[str, Any]]:
-        """Return the messages with which a fork replaces those of the calling strand's next call; usually none."""
-        strand = current_strand()
-        return self.edits_at(ids.call_id(strand.path, strand.calls))
-
-    async def reach(self, call: JournaledCall, *, cancelled: bool = False) -> None:
+    async def reach(self, call: JournaledCall, describe: Callable[[], str]) -> None:
         """Wait until the call is due: replay has reached it or, if it is new, has finished.
-
-        `cancelled` states that the caller was cancelled during the call, which is recorded here.
 
         Raises:
             asyncio.CancelledError: the call is cancelled, now or in the journal.
-            LimitReachedError: the time limit ended the call when it was recorded.
-            ReplayMismatchError: the code no longer makes the recorded call that is next.
+            LimitReachedError: a limit refused or cut the call when it was recorded.
+            ReplayMismatchError: the code no longer makes the recorded call that is next, or asks something else.
         """
         assert call.strand is not None
-        if isinstance(call.recorded, TimeLimitEntry):
-            await self._order.wait(call.strand, call.number)
-            self._returned(call.call_id)
-            self.is_over_time = True
-            raise _time_limit(call.recorded)
-        if isinstance(call.recorded, CancelEntry):
-            await self._reach_cancelled(call, call.strand, cancelled=cancelled)
-        try:
-            if cancelled:
-                raise asyncio.CancelledError
-            await self._order.wait(call.strand, call.number)
-        except asyncio.CancelledError:
-            if call.recorded is None:
-                self.cancel(call)
-            raise
+        if isinstance(call.recorded, UnansweredEntry):
+            await self._reach_end(call, call.recorded)
+        await self.order.wait(call.strand, call.number)
+        if self._stopped:
+            raise asyncio.CancelledError
+        self._compare(call, describe)
 
-    async def _reach_cancelled(self, call: JournaledCall, strand: Strand, *, cancelled: bool) -> NoReturn:
-        """Wait for both: the call's place in the replay order, and the task that cancelled it."""
+    async def _reach_end(self, call: JournaledCall, entry: UnansweredEntry, *, cancelled: bool = False) -> NoReturn:
+        """Raise the recorded end of a call where it is due."""
+        await self.wait_for_cut(call, entry, cancelled=cancelled)
+        assert call.strand is not None
+        self.order.forget_dismissed(call.strand)
+        call.has_ended = True
+        self._returned(call)
+        if not entry.stop_reason:
+            raise asyncio.CancelledError
+        self.is_over_time |= entry.stop_reason == TIME_LIMIT
+        raise LimitReachedError(entry.message, stop_reason=entry.stop_reason)
+
+    async def wait_for_cut(self, call: JournaledCall, entry: UnansweredEntry, *, cancelled: bool = False) -> None:
+        """Wait for a recorded end's place in the replay order; for a cancellation, also for the task that cancels."""
+        strand = call.strand
+        assert strand is not None
         while True:
             try:
-                await self._order.wait(strand, call.number)
+                await self.order.wait(strand, call.number)
                 break
             except asyncio.CancelledError:
                 cancelled = True
                 if self._stopped:
                     raise
-        if not (cancelled or strand.is_dismissed):
+        if not (entry.stop_reason or cancelled or strand.is_dismissed or self.failure is not None):
             strand.awaits_cancellation = True
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.get_running_loop().create_future()
             strand.awaits_cancellation = False
-        self._order.forget_dismissed(strand)
-        self._returned(call.call_id)
-        raise asyncio.CancelledError
+        if self._stopped:
+            raise asyncio.CancelledError
 
-    def recall(self, call: JournaledCall, kind: type[Body]) -> Body | None:
+    def recall(self, call: JournaledCall, kind: type[Body]) -> Body:
         """Return the recorded body of a call, which must be of a kind, and mark the call as returned.
 
         Raises:
             ReplayMismatchError: the entry is of another kind.
         """
-        if call.recorded is None:
-            return None
+        assert call.recorded is not None
         if not isinstance(call.recorded, kind):
             now = f"the code now makes a {kind.__name__}"
             self.mismatch(call.call_id, f"the journal holds {describe_entry(call.recorded)}", now)
-        self._returned(call.call_id)
+        self._returned(call)
         return call.recorded
 
-    def interrupted(self, call: JournaledCall) -> None:
-        """Note that a call was cancelled.
+    async def _end_without_value(
+        self, call: JournaledCall, end: asyncio.CancelledError | LimitReachedError
+    ) -> asyncio.CancelledError | LimitReachedError:
+        """Record and return the end of a call that was cancelled, refused or cut; raised here, it would be in a cycle.
 
         Raises:
-            LimitReachedError: the time limit cancelled it.
+            LimitReachedError: a limit refused or cut it when it was recorded.
+            asyncio.CancelledError: it was cancelled when it was recorded.
+            ReplayMismatchError: it ended otherwise when it was recorded.
         """
-        if self._is_cutting and call.recorded is None and not self._stopped:
-            assert call.strand is not None
-            self.cut(call.strand)
-            self.refuse_for_time(call)
-        self.cancel(call)
+        if call.has_ended or self._stopped:
+            return end
+        if self.failure is not None:  # whatever ends a call after the episode's end, the end cancels it
+            end = asyncio.CancelledError()
+        strand, recorded, is_limit = call.strand, call.recorded, isinstance(end, LimitReachedError)
+        assert strand is not None
+        if isinstance(recorded, UnansweredEntry) and (recorded.stop_reason or not is_limit):
+            await self._reach_end(call, recorded, cancelled=not is_limit)
+        if recorded is not None and is_limit:
+            now = f"the code now reaches a limit ({end})"
+            self.mismatch(call.call_id, f"the journal holds {describe_entry(recorded)}", now)
+        if not isinstance(end, LimitReachedError):
+            if recorded is not None or not self.cut(strand):
+                self.cancel(call)
+                return end
+            end = self.time_is_up()
+        if self.order.next_id is not None:  # code that runs again began before its calls were due
+            await self.order.wait(strand, call.number)
+        self.record(call, UnansweredEntry(end.stop_reason, str(end), call.suspended_at, call.state))
+        return end
+
+    def time_is_up(self) -> LimitReachedError:
+        """Make the error of a call that the time limit ends or prevents."""
+        text = f"episode {self._episode_id} was too long without a turn (episode_timeout_s)"
+        return LimitReachedError(text, stop_reason=TIME_LIMIT)
+
+    async def _wait_for_the_end(self) -> NoReturn:
+        """Refuse a call after the episode's end; the second one ends the code that made it.
+
+        Raises:
+            asyncio.CancelledError: always.
+        """
+        if self._is_told:
+            self.abandon()
+            await asyncio.get_running_loop().create_future()
+        self._is_told = True
+        raise asyncio.CancelledError
 
     def record(self, call: JournaledCall, body: EntryBody) -> None:
         """Append the entry of a call that was performed.
@@ -408,21 +614,28 @@ class CallJournal:
             ReplayMismatchError: the journal has a hole where this entry belongs.
             AgentRLError: the episode has failed.
         """
-        if self._ended:
-            raise UnstructuredConcurrencyError(
-                f"episode {self._episode_id}, call {call.call_id}: the episode ended while the call was waiting"
-            )
+        self._check_open(call.call_id)
         if self.failure is not None:
-            raise self.failure  # calls after a failure are not recorded
+            raise asyncio.CancelledError  # calls after a failure are not recorded
         if self._cancelled_calls:
             self.settle()
-        if not self.is_new:
+        if self._on_new is not None:
+            self.end_at_new(call.call_id, describe_entry(body))
+        if self._recorded:
             self._check_no_later(call, body)
         if isinstance(body, TurnEntry):
             body = move_routing(body, self._log, self._episode_id, self._attempt)
-        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.request_hash, encode_body(body))
+        is_asked = isinstance(call.question, bytes) or not isinstance(body, UnansweredEntry)
+        asked = call.request_hash if is_asked else b""
+        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, asked, encode_body(body))
         self._log.append(entry)
         self._count(entry)
+
+    def _check_open(self, call_id: str) -> None:
+        if self._ended:
+            raise UnstructuredConcurrencyError(
+                f"episode {self._episode_id}, call {call_id}: the episode ended while the call was waiting"
+            )
 
     def _check_no_later(self, call: JournaledCall, body: EntryBody) -> None:
         """Refuse an entry where a later call of its strand is recorded.
@@ -430,20 +643,18 @@ class CallJournal:
         Raises:
             ReplayMismatchError: the journal has a hole where this entry belongs.
         """
-        later = None if call.strand is None else self._order.after(call.strand.path, call.number)
-        if later is not None and not isinstance(body, CancelEntry):
+        later = None if call.strand is None else self.order.after(call.strand.path, call.number)
+        if later is not None and not isinstance(body, UnansweredEntry):
             then = f"the journal holds call {later} of the same strand and not this one before it: entries are missing"
             self.mismatch(call.call_id, then, "the code now makes it")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
         """Write a reward, or recall it with its recorded weight; raises as `open` and `record`."""
+        if self._recorded.is_regraded:
+            return body
         agent = encode((body.seat, body.index, body.turn))
         digest = request_hash(agent, struct.pack("<d", body.value), body.name.encode())
-        call = self.open(digest, lambda: describe_entry(body))
-        entry = self.recall(call, RewardEntry)
-        if entry is None:
-            self.record(call, body)
-        return entry or body
+        return self.answer(digest, lambda: describe_entry(body), RewardEntry, lambda call: body)
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
@@ -451,14 +662,13 @@ class CallJournal:
         """Return the entries of recorded scores, inherited ones included."""
         return self._recorded.scores()
 
-    def record_score(self, call_id: str, body: EntryBody, content: bytes = b"") -> None:
-        """Append a score when it arrives, with the hash of its content, unless the episode has ended or will continue
-        elsewhere.
+    def record_score(self, call_id: str, body: EntryBody) -> None:
+        """Append a score when it arrives, unless the episode has ended or will continue elsewhere.
 
         Unlike `record`, this does not settle cancelled calls: the scorer's task says nothing about the program.
         """
         if not (self._ended or self._stopped):
-            entry = JournalEntry(self._episode_id, self._attempt, call_id, content, encode_body(body))
+            entry = JournalEntry(self._episode_id, self._attempt, call_id, b"", encode_body(body))
             self._log.append(entry)
             self._count(entry)
 
@@ -468,8 +678,9 @@ class CallJournal:
         """Return the first entry, recorded or made by `make()`; notes the hash of the code then and now."""
         first_entry = make()
         call = self._open_unnumbered(BEGIN)
-        begin = self.recall(call, BeginEntry)
-        if begin is None:
+        if call.recorded is not None:
+            begin = self.recall(call, BeginEntry)
+        else:
             if self.written:
                 self.mismatch(BEGIN, "the journal holds entries of this attempt and not its beginning", "it is missing")
             begin = first_entry
@@ -482,7 +693,8 @@ class CallJournal:
     def intend(self, call: JournaledCall, name: str, *, may_repeat: bool) -> bool:
         """Record that a `once` call is about to be performed; returns False if that was already recorded."""
         intent = self._open_unnumbered(f"{call.call_id}!")
-        if self.recall(intent, EffectIntentEntry) is not None:
+        if intent.recorded is not None:
+            self.recall(intent, EffectIntentEntry)
             return False
         self.record(intent, EffectIntentEntry(name, may_repeat))
         return True
@@ -492,9 +704,11 @@ class CallJournal:
         is_patched = strand.patches.get(name)
         if is_patched is None:
             call = self._open_unnumbered(f"{strand.path}@{name}")
-            is_patched = self.recall(call, PatchMarkerEntry) is not None
-            if not is_patched and not self.holds(strand):
-                self.record(call, PatchMarkerEntry(name))
+            is_patched = call.recorded is not None
+            if is_patched:
+                self.recall(call, NondeterministicValueEntry)
+            elif not self.order.has_under(strand.path):
+                self.record(call, NondeterministicValueEntry("patch", name))
                 is_patched = True
             strand.patches = {**strand.patches, name: is_patched}
         return is_patched
@@ -521,28 +735,16 @@ class CallJournal:
 
     def enter(self, path: str) -> Strand:
         """Make a new strand; the task that will own it calls its `begin`."""
-        next_call = self._order.next_id
-        key = (self._seed, self._attempt)
-        strand = Strand(path, key if next_call is None else self._recorded.key_of(self._recorded.get(next_call)))
-        self._order.strands.append(strand)
+        next_call = self.order.next_id
+        entry = None if next_call is None else self._recorded.get(next_call)
+        strand = Strand(path, self._recorded.keys.get(entry.episode_id, self._key) if entry else self._key)
+        self.order.strands.append(strand)
         return strand
-
-    def holds(self, strand: Strand) -> bool:
-        """Whether a recorded call of a strand has not returned yet."""
-        return self._order.has_under(strand.path)
-
-    def look(self) -> None:
-        """Note that a strand has begun, or was dismissed."""
-        self._order.look()
 
     def dismiss(self, strands: Iterable[Strand]) -> None:
         """Cancel strands, each where the journal records its cancellation, else now."""
         for strand in strands:
-            self._order.dismiss(strand, now=self._stopped)
-
-    def end_strand(self, strand: Strand) -> None:
-        """Note that a strand has ended."""
-        self._order.end_strand(strand)
+            self.order.dismiss(strand, now=self._stopped)
 
     def begin_steps(self, strand: Strand, program: Callable[[], Awaitable[Any]]) -> GuardedAwaitable:
         """Return the code of a strand, begun by `program`, as an awaitable; call `end_steps` afterward.
@@ -560,7 +762,7 @@ class CallJournal:
     @property
     def program(self) -> Awaitable[Any] | None:
         """The code of the root strand; None while it does not run."""
-        root = next((strand for strand in self._order.strands if strand.path == ids.ROOT_STRAND), None)
+        root = next((strand for strand in self.order.strands if strand.path == ids.ROOT_STRAND), None)
         return None if root is None or root.steps is None else root.steps.begun
 
     def end_steps(self, strand: Strand) -> None:
@@ -570,8 +772,12 @@ class CallJournal:
             strand.steps = None
 
     def abandon(self) -> None:
-        """End the code of all strands immediately; the owner of the root's task cancels that task."""
-        self._order.abandon()
+        """End the code of all strands immediately."""
+        self.order.abandon()
+        for strand in self.order.strands:
+            if strand.path == ids.ROOT_STRAND and strand.owner is not None:
+                self.cancellations += 1
+                strand.owner.cancel()
 
     # --- cancellation and the end -------------------------------------------------------------------------------------
 
@@ -581,47 +787,36 @@ class CallJournal:
 
         A call of a strand that ends during replay is not recorded, because it was not recorded originally.
         """
-        is_replaying = self._order.next_id is not None and call.strand is not None and call.strand.is_dismissed
+        is_replaying = self.order.next_id is not None and call.strand is not None and call.strand.is_dismissed
         if not self._stopped and not is_replaying:
             self._cancelled_calls = (*self._cancelled_calls, call)
 
-    def end_act(self) -> None:
-        """Note that the time limit is about to cancel the program: the call in flight will raise
-        `LimitReachedError`.
+    def cut_calls(self, error: EpisodeError) -> bool:
+        """Note that the time limit is about to cancel the program: calls in flight raise `LimitReachedError`. Without
+        one, the episode ends with `error`. Returns whether it may: not twice, nor before the recorded calls returned.
         """
-        self.is_over_time = self._is_cutting = True
-
-    @property
-    def is_cutting(self) -> bool:
-        """Whether the time limit has cancelled the program, and no call has ended by that yet."""
-        return self._is_cutting
+        if self.is_over_time or self.order.next_id is not None:
+            return False
+        self.is_over_time = True
+        self.cut_error = error
+        return True
 
     def cut(self, strand: Strand) -> bool:
         """Handle a cancellation that reached a call; returns whether it came from the time limit."""
         task = asyncio.current_task()
-        if self._is_cutting and task is not None:
-            task.uncancel()
-            self._is_cutting = strand.path != ids.ROOT_STRAND  # the root strand is the last to be cancelled
-            return True
-        return False
-
-    def refuse_for_time(self, call: JournaledCall) -> NoReturn:
-        """Record that the time limit ended a call, or prevents it.
-
-        Raises:
-            LimitReachedError: always.
-        """
-        entry = TimeLimitEntry(
-            "time_limit", f"episode {self._episode_id} was too long without a turn (episode_timeout_s)"
-        )
-        self.record(call, entry)
-        raise _time_limit(entry)
+        if self.cut_error is None or self.failure is not None or task is None:
+            return False
+        task.uncancel()
+        if strand.path == ids.ROOT_STRAND:  # the last to be cancelled
+            self.cut_error = None
+            self.cancellations -= 1
+        return True
 
     def settle(self) -> None:
         """Record the cancelled calls: the episode continues, so it cancelled them itself."""
         calls, self._cancelled_calls = self._cancelled_calls, ()
         for call in calls:
-            self.record(call, CancelEntry())
+            self.record(call, UnansweredEntry(suspensions=call.suspended_at, state=call.state))
 
     def stop(self) -> None:
         """Record nothing more: the episode is about to be cancelled from outside, to be resumed later."""
@@ -632,10 +827,27 @@ class CallJournal:
         self.fail(GlobalRandomError(self._episode_id))
 
     def fail(self, error: AgentRLError) -> None:
-        """Note that the episode cannot continue; later cancellations are not recorded."""
+        """Note that the program cannot continue. A limit truncates the episode, so the calls that its end cancels are
+        recorded; after other errors nothing is."""
         self.failure = self.failure or error
-        self.stop()
-        self._cancelled_calls = ()
+        if not isinstance(self.failure, LimitReachedError):
+            self.stop()
+            self._cancelled_calls = ()
+
+    def end_with(self, error: AgentRLError) -> NoReturn:
+        """End the episode with an error that its program cannot catch.
+
+        Raises:
+            asyncio.CancelledError: the runner raises the error.
+            UnstructuredConcurrencyError: the error is one: of a task of its own, which no cancellation may end in
+                silence.
+        """
+        self.fail(error)
+        raise (error if isinstance(error, UnstructuredConcurrencyError) else asyncio.CancelledError()) from error
+
+    def reopen(self) -> None:
+        """Record again: a limit has ended the program, and the episode is truncated."""
+        self.failure, self._stopped = None, False
 
     def finish(self) -> None:
         """Check the journal after the program of the episode has returned.
@@ -644,28 +856,23 @@ class CallJournal:
             ReplayMismatchError: the program made fewer calls than the journal holds.
         """
         self.settle()
-        if self._order.next_id is not None:
-            raise self._stray(self._order.next_id)
+        if self.order.next_id is not None:
+            raise self._stray(self.order.next_id)
 
     def end(self) -> None:
         """Refuse further calls, and break reference cycles so that the episode is freed at once."""
         self._ended = True
-        self._order.close()
-
-    @property
-    def has_strands(self) -> bool:
-        """Whether several strands are open."""
-        return len(self._order.strands) > 1
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a recorded call has not returned yet."""
-        return self._order.next_id is not None
+        self.order.close()
 
     @property
     def is_stopped(self) -> bool:
         """Whether the episode was cancelled from outside."""
         return self._stopped
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the program may make no further call."""
+        return self._stopped or self.failure is not None
 
     # --- differences --------------------------------------------------------------------------------------------------
 
@@ -689,10 +896,13 @@ class CallJournal:
         then = f"the journal holds {describe_entry(entry.decode())}"
         return self._mismatch(call_id, then, "the code now makes no such call")
 
-    def _returned(self, call_id: str) -> None:
+    def _returned(self, call: JournaledCall) -> None:
+        call_id = call.call_id
         if self._recorded.remove(call_id):
-            self._order.returned(call_id)
-        elif (answer := self._recorded.remove_answer(call_id)) is not None:
+            self.order.returned(call_id)
+            if self._on_new is not None and call.strand is not None and call.recorded is not None:
+                self._on_new.came_back(call_id, call.recorded)
+        elif (answer := self._recorded.answers.pop(call_id, None)) is not None:
             self._log.append(answer)
             self._count(answer)
 
@@ -701,63 +911,81 @@ class CallJournal:
         self.written += 1
 
 
-def _time_limit(entry: TimeLimitEntry) -> LimitReachedError:
-    return LimitReachedError(entry.message, stop_reason="time_limit")
+class RepeatedCode:
+    """Code of a call that runs again on re-execution, such as an internal tool.
+
+    Its own suspensions are counted. Where the journal says that it was cancelled or cut at one of them, it is cancelled
+    there again.
+    """
+
+    __slots__ = ("_call", "_code", "_journal")
+
+    def __init__(self, journal: CallJournal, call: JournaledCall, code: Coroutine[Any, Any, Any]) -> None:
+        self._journal = journal
+        self._call = call
+        self._code = code
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        call, steps = self._call, self._code.__await__()
+        strand, end = call.strand, call.recorded if isinstance(call.recorded, UnansweredEntry) else None
+        assert strand is not None
+        depth, suspensions, thrown = strand.inside, 0, None
+        while True:
+            try:
+                waits_for = steps.send(None) if thrown is None else steps.throw(thrown)
+            except StopIteration as stop:
+                return stop.value
+            is_own = strand.inside == depth
+            suspensions += is_own
+            thrown = None
+            try:
+                if is_own and end is not None and suspensions == end.suspensions:
+                    if waits_for is not None:
+                        waits_for._asyncio_future_blocking = False
+                        waits_for.cancel()
+                    yield from self._journal.wait_for_cut(call, end).__await__()
+                    raise asyncio.CancelledError
+                yield waits_for
+            except BaseException as error:  # noqa: BLE001 - thrown into the code
+                thrown = error
+                call.suspended_at = suspensions if is_own else 0
 
 
 class CallExecution:
-    """A context in which a call is performed; it records the call's cancellation.
+    """A context in which a call is performed.
 
-    If infrastructure that the call needs has failed, the episode ends with that error, even if its program catches it:
-    nothing that the program makes of it may become a reward.
+    Draws of memoised code from global random generators do not count for the strand, because re-execution does not
+    repeat them.
 
     Args:
-        journal: journal of the episode.
-        call: the call.
-        memoised: name of a call that is not run again on re-execution; it may make no calls itself.
+        strand: strand of the call.
+        memoised: name of code that is not run again on re-execution; it may make no calls itself.
         limit: the episode's time limit, if it is paused meanwhile.
 
     Raises:
-        LimitReachedError: the time limit ended the call.
+        CancelledError: the strand has already drawn from global random generators.
     """
 
-    __slots__ = ("_call", "_journal", "_limit", "_memoised")
+    __slots__ = ("_limit", "_memoised", "_strand")
 
-    def __init__(
-        self,
-        journal: CallJournal,
-        call: JournaledCall,
-        memoised: str | None = None,
-        limit: AbstractContextManager[None] | None = None,
-    ) -> None:
-        self._journal = journal
-        self._call = call
-        self._memoised = memoised
-        self._limit = limit
+    def __init__(self, strand: Strand, memoised: str | None, limit: AbstractContextManager[None] | None = None) -> None:
+        self._strand, self._memoised, self._limit = strand, memoised, limit
 
     def __enter__(self) -> None:
         if self._memoised is not None:
-            assert self._call.strand is not None
-            try:
-                _begin_memoised(self._call.strand, self._memoised)
-            except asyncio.CancelledError:
-                self._journal.interrupted(self._call)
-                raise
+            if self._strand.steps is not None:
+                self._strand.steps.suspend_guard()
+            self._strand.memoised = self._memoised
         if self._limit is not None:
             self._limit.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._limit is not None:
             self._limit.__exit__(None, None, None)
         if self._memoised is not None:
-            assert self._call.strand is not None
-            _end_memoised(self._call.strand)
-        if error is None:
-            return
-        if isinstance(error, asyncio.CancelledError):
-            self._journal.interrupted(self._call)
-        elif isinstance(error, InfrastructureError):
-            self._journal.fail(error)
+            self._strand.memoised = None
+            if self._strand.steps is not None:
+                self._strand.steps.resume_guard()
 
 
 _NONE: dict[Any, Any] = {}
@@ -775,6 +1003,7 @@ class Strand:
         "awaits_cancellation",
         "calls",
         "children",
+        "inside",
         "is_blocked",
         "is_dismissed",
         "is_open",
@@ -794,6 +1023,8 @@ class Strand:
         self.is_open = True
         """Whether the strand has not ended; True also before it begins."""
         self.calls = 0
+        self.inside = 0
+        """Number of calls in progress, each inside the one before it."""
         self.resources = 0
         self.memoised: str | None = None
         """Name of the effect or external tool that runs on the strand, which may make no calls meanwhile."""
@@ -851,12 +1082,13 @@ def current_strand() -> Strand:
     except RuntimeError:  # raised in a tool's thread
         task = None
     if strand is None or strand.owner is not task:
-        caller = (
-            "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
-        )
+        name = "a callback" if task is None else f"task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
+        program = getattr(getattr(strand, "steps", None), "begun", None)
+        frames = [*user_frames(sys._getframe())[0], *reversed(suspended_frames(program))]
+        place = next((f" at {frame_location(frame)}" for frame in frames if is_user_code(frame.f_code.co_filename)), "")
         raise UnstructuredConcurrencyError(
-            f"ctx or an agent was used by {caller}, outside run(). Act and reward before run() returns, in run() "
-            "itself; start concurrent work with `await ctx.gather(...)`"
+            f"{name}{place} used ctx or an agent outside run(): start concurrent work with `await ctx.gather(...)`, "
+            "and act and reward in run() itself, before it returns"
         )
     return strand
 
@@ -872,100 +1104,75 @@ def begin_strand(strand: Strand) -> None:
     _strand.set(strand)
 
 
-@contextlib.contextmanager
-def mark_memoised_code(strand: Strand, name: str | None) -> Iterator[None]:
-    """Mark code in the context that is not run again on re-execution, by `name`; None: the code is run again."""
-    if name is None:
-        yield
-        return
-    _begin_memoised(strand, name)
-    try:
-        yield
-    finally:
-        _end_memoised(strand)
+_NONE_LEFT: set[str] = set()
 
 
-def _begin_memoised(strand: Strand, name: str) -> None:
-    """Begin memoised code, which is not run again on re-execution.
+class OnNew(Protocol):
+    """A replay: what happens to recorded calls that return, and at the first call that is not recorded."""
 
-    Its draws from global random generators do not count for the strand, because re-execution does not repeat them.
+    def came_back(self, call_id: str, body: EntryBody) -> None:
+        """Receive a recorded call that has returned."""
+        ...
 
-    Raises:
-        CancelledError: the strand has already drawn from them.
-    """
-    if strand.steps is not None:
-        strand.steps.suspend_guard()
-    strand.memoised = name
-
-
-def _end_memoised(strand: Strand) -> None:
-    strand.memoised = None
-    if strand.steps is not None:
-        strand.steps.resume_guard()
+    def error(self, call_id: str, act: str) -> AgentRLError:
+        """Return the error that ends the replay at a call that is not recorded."""
+        ...
 
 
-class RecordedCalls:
-    """The recorded calls of an attempt, keyed by id.
+class Prefix:
+    """The recorded calls of an attempt that have not returned yet, keyed by id. Usable once.
 
     Args:
-        episode_id: id of the episode.
-        key: seed and attempt of the episode, for new calls.
-        own: the attempt's entries on disk.
-        inherited: for a fork, the entries before the fork point, including each ancestor's `begin`.
-        edits: for a fork, messages that replace the program's, keyed by call id.
-        answers: recorded calls that may be recalled at any time, in no order.
+        entries: entries in the order in which they were appended. A fork's begin with those before the fork point,
+            including each ancestor's `begin`.
+        own_from: number of entries that a fork inherits; the others are the attempt's own.
+        fork: where the episode was forked, with the messages that replace the program's, keyed by call id.
+        answers: recorded calls that may be recalled at any time, in no order; the checker uses them to repeat the
+            answers of the outside world.
+        regraded: whether the program's rewards are left out, and given again.
     """
 
-    __slots__ = (
-        "_answers",
-        "_entries",
-        "_episode_id",
-        "_keys",
-        "_last_decoded",
-        "_newest",
-        "edits",
-        "forked_from",
-        "is_empty",
-        "key",
-    )
+    __slots__ = ("_entries", "_is_filled", "answers", "edits", "forked_from", "is_regraded", "keys", "own", "regraded")
 
     def __init__(
         self,
-        episode_id: str,
-        key: StreamKey,
-        own_entries: Iterable[JournalEntry],
-        inherited: Iterable[JournalEntry],
-        edits: Mapping[str, Sequence[Mapping[str, Any]]],
-        answers: Iterable[JournalEntry],
+        entries: Sequence[JournalEntry],
+        own_from: int = 0,
+        *,
+        fork: ForkPoint | None = None,
+        answers: Iterable[JournalEntry] = (),
+        regraded: bool = False,
     ) -> None:
-        self.key = key
         keys: dict[str, StreamKey] = {}
-        entries: dict[str, JournalEntry] = {}
-        edits = dict(edits)
-        self._last_decoded: tuple[JournalEntry, EntryBody] | None = None
+        calls: dict[str, JournalEntry] = {}
+        edits = {} if fork is None else dict(fork.edits)
+        self.own = entries[own_from:]
+        """The attempt's own entries."""
         self.forked_from: BeginEntry | None = None
         """First entry of the episode from which this one was forked."""
-        for entry in inherited:
-            if entry.call_id == BEGIN:
+        for number, entry in enumerate(entries):
+            if entry.call_id == BEGIN and number < own_from:
                 begin = entry.decode()
                 assert isinstance(begin, BeginEntry)
                 keys[entry.episode_id] = (begin.seed, entry.attempt)
                 edits |= {} if begin.fork is None else begin.fork.edits
                 self.forked_from = begin
             else:
-                entries[entry.call_id] = entry
-        for entry in own_entries:
-            entries[entry.call_id] = entry
-        self._keys: Mapping[str, StreamKey] = keys or _NONE
+                calls[entry.call_id] = entry
+        self.keys: Mapping[str, StreamKey] = keys or _NONE
         """Seed and attempt of each ancestor of a fork."""
         self.edits: Mapping[str, Sequence[Mapping[str, Any]]] = edits or _NONE
-        """Messages that replace the program's, keyed by call id."""
-        self._entries = entries or _NONE
-        self._answers = {entry.call_id: entry for entry in answers} or _NONE
-        self._episode_id = episode_id
-        answers_by_call = self._answers.values()
-        self._newest = max((entry.attempt for entry in answers_by_call if entry.episode_id == episode_id), default=0)
-        self.is_empty = not (self._entries or self._answers or self.edits)
+        self.answers = {entry.call_id: entry for entry in answers} or _NONE
+        rewards = (call_id for call_id, entry in calls.items() if isinstance(entry.decode(), RewardEntry))
+        self.is_regraded = regraded
+        self.regraded = set(filter(ids.has_call_number, rewards)) if regraded else _NONE_LEFT
+        """Ids of the rewards that are left out."""
+        self._entries = {call_id: entry for call_id, entry in calls.items() if call_id not in self.regraded} or _NONE
+        self._is_filled = bool(entries or self.answers or self.edits)
+
+    def __bool__(self) -> bool:
+        """Whether anything was recorded, also if it has returned."""
+        return self._is_filled
 
     def numbered(self) -> Iterator[str]:
         """Yield the ids of calls that return in order, in the order in which they were appended."""
@@ -979,55 +1186,35 @@ class RecordedCalls:
         """Return the entry of a call that has not returned yet; answers are left out."""
         return self._entries.get(call_id)
 
-    def answer(self, call_id: str) -> JournalEntry | None:
-        """Return the recorded answer of the outside world to a call."""
-        return self._answers.get(call_id)
+    def remove(self, call_id: str) -> bool:
+        """Remove a call that has returned; returns whether it was recorded."""
+        return self._entries.pop(call_id, None) is not None
 
     def answers_left(self) -> list[JournalEntry]:
         """Return unused answers, except answers found only in attempts before the newest one."""
-        answers = self._answers.values()
-        return [entry for entry in answers if entry.episode_id != self._episode_id or entry.attempt == self._newest]
+        newest = max((entry.attempt for entry in self.answers.values()), default=0)
+        return [entry for entry in self.answers.values() if entry.attempt == newest]
 
     def inherited_turns(self, seat: str) -> list[JournalEntry]:
-        """Return the inherited turns of a seat's external agent that have not been replayed yet."""
+        """Return the inherited turns of a seat's external agent that have not been requested yet."""
         return [entry for call_id, entry in self._entries.items() if call_id.startswith(f"{seat}:")]
+
+    def first_inherited(self, seat: str) -> JournalEntry | None:
+        """Return the first of `inherited_turns`; `seat` may be followed by the rest of a call id."""
+        return next(iter(self.inherited_turns(seat.partition(":")[0])), None)
 
     def named(self, prefix: str) -> list[JournalEntry]:
         """Return inherited entries and unused answers whose ids have a prefix."""
-        named = self._answers | self._entries
+        named = self.answers | self._entries
         return [entry for call_id, entry in named.items() if call_id.startswith(prefix)]
 
-    def forget_answers(self) -> None:
-        """Forget unused answers."""
-        self._answers = _NONE
-
-    def key_of(self, entry: JournalEntry | None) -> StreamKey:
-        """Seed and attempt under which a call was made; the episode's own for a new call."""
-        return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
-
-    def body(self, entry: JournalEntry) -> EntryBody:
-        """Return the body of an entry, decoded once for both peeking and the call."""
-        if self._last_decoded is None or self._last_decoded[0] is not entry:
-            self._last_decoded = (entry, entry.decode())
-        return self._last_decoded[1]
-
-    def remove(self, call_id: str) -> bool:
-        """Remove a call that has returned; returns whether it was recorded."""
-        self._last_decoded = None
-        return self._entries.pop(call_id, None) is not None
-
-    def remove_answer(self, call_id: str) -> JournalEntry | None:
-        """Remove and return an answer; None if there is none."""
-        return self._answers.pop(call_id, None)
-
-
-NOTHING_RECORDED = RecordedCalls("", (0, 0), (), (), {}, ())
-"""Recorded calls of an attempt that starts from the beginning."""
 
 _NO_QUEUE: deque[str] = deque()
 """Shared empty queue of orders without recorded calls, never added to; a separate one would take 760 bytes."""
 
-_NONE_LEFT: set[str] = set()
+
+NOTHING_RECORDED = Prefix(())
+"""Prefix of an attempt that starts from the beginning."""
 
 _NO_WAITERS: dict[Strand, tuple[int, asyncio.Future[None]]] = {}
 

@@ -10,14 +10,13 @@ from agentrl.journal.entries import (
     ChildResultEntry,
     EffectEntry,
     EntryBody,
-    GatherOrderEntry,
     NondeterministicValueEntry,
     ResourceCallEntry,
     RewardEntry,
     SpawnEntry,
-    TimeLimitEntry,
     ToolEntry,
     TurnEntry,
+    UnansweredEntry,
 )
 
 CHARACTERS = 200
@@ -64,18 +63,18 @@ def describe_entry(body: EntryBody) -> str:
             turn = "" if body.turn is None else f" for turn {body.turn}"
             name = "" if body.name == REWARD else f" for {body.name}"
             return f"a reward of {body.value} to {agent_name(body.seat, body.index)}{turn}{name}"
+        case NondeterministicValueEntry(kind="gather"):
+            return f"the order in which {len(body.value)} coroutines ended"
         case NondeterministicValueEntry():
             return f"{body.kind} = {shortened_repr(body.value)}"
-        case TimeLimitEntry():
-            return f"the end of the episode's time ({body.stop_reason})"
+        case UnansweredEntry():
+            return f"a call that ended without a value ({body.stop_reason or 'cancelled'})"
         case BranchEntry():
             return (
                 f"branch {body.number}"
                 if body.number
                 else f"the start of {plural(len(body.children), 'branch', 'branches')}"
             )
-        case GatherOrderEntry():
-            return f"the order in which {len(body.order)} coroutines ended"
     return f"an entry of kind {type(body).__struct_config__.tag}"
 
 

@@ -19,14 +19,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, reported_token_usage
-from agentrl.core.reply_formats import CLOSE, OPEN, REPLY_FORMATS, arguments_object, find_foreign_call, parse_hermes
+from agentrl.core.reply_formats import (
+    CLOSE,
+    OPEN,
+    REPLY_FORMATS,
+    arguments_object,
+    find_foreign_call,
+    parse_hermes,
+    parse_json_value,
+)
 from agentrl.environment.context import LimitReachedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 START_TOKEN, STOP_TOKEN = 256, 257
-VOCABULARY_SIZE = 258
 
 _LITERALS = {START_TOKEN: "<|start|>", STOP_TOKEN: "<|stop|>"}
 _IDS = {literal: token for token, literal in _LITERALS.items()}
@@ -79,6 +86,9 @@ class PlainChatFormat:
         for message in messages:
             ids += _message_ids(message)
         return ids + _PROMPT
+
+    def write_reply(self, text: str, context: Sequence[int], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return [*self.encode(text.removesuffix(_LITERALS[STOP_TOKEN])), STOP_TOKEN]
 
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
@@ -174,6 +184,10 @@ class JsonChatFormat:
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
         return self.encode("".join(_line(_message_value(message)) for message in messages))
+
+    def write_reply(self, text: str, context: Sequence[int], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        value = parse_json_value(text)
+        return self.encode(_line(value if isinstance(value, dict) else {"role": "assistant", "content": text}))
 
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]

@@ -19,7 +19,7 @@ import json
 import re
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -34,10 +34,12 @@ from agentrl.core.reply_formats import (
     ALL_MARKUP,
     HARMONY_THINKING,
     REPLY_FORMATS,
+    SPACE,
     THINKING,
     ReplyFormat,
     find_foreign_call,
     is_thinking_open,
+    split_thinking,
     thinking_opening,
 )
 from agentrl.core.text import common_prefix_length, valid_unicode
@@ -77,11 +79,6 @@ _KEPT_CHARACTERS = 1 << 20
 same answers, and half of a small policy's replies are among its last few hundred."""
 _MAX_TOKEN_CHARACTERS = 1024
 """Maximum length of an added token; compiling one takes time that grows with the square of its length."""
-_MAX_PROBE_CHARACTERS = 200_000
-"""Maximum length of the text that a template puts around a few words; the longest in use puts some thousand
-characters.
-"""
-
 _SWITCHING: tuple[Role, ...] = ("system", "user")
 """Roles of the messages in which templates look for switches."""
 _MAX_OPENING_TOKENS = 32
@@ -356,6 +353,71 @@ class TemplateChatFormat:
         if self._thinking is None or not is_thinking_open(self.decode(turn), self._thinking, is_open=is_open):
             return []
         return self._encode_pieces(self._control.split(self._thinking_closing))
+
+    def write_reply(self, text: str, context: Sequence[int], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        if (chat_format := self._of(tools)) is not self:
+            return chat_format.write_reply(text, context, tools)
+        # A reply that never ends the thinking which its prompt begins is an answer without thinking.
+        is_continued = self._thinking is not None and self._thinking[1] in text
+        read = self.parse(self.encode(text), tools, context=context if is_continued else ())
+        ids = self._encode_reply(self._render_reply(read, context), context, has_calls=bool(read.tool_calls))
+        if _calls(self.parse(ids, tools, context=context)) == _calls(read):
+            return ids
+        # The template writes calls in another form than the run reads, or not at all, so they are part of the text.
+        frame = self._render_reply(Message(role="assistant", content=PROBE, thinking=read.thinking), context)
+        content = self.parse(self.encode(text), context=context if is_continued else (), reads_calls=False).content
+        before, _, after = frame.partition(PROBE)
+        end = self._encode_reply(after, context, has_calls=True)
+        return [*self._encode_pieces(self._control.split(before)), *self.encode(content, context), *end]
+
+    def _render_reply(self, reply: Message, context: Sequence[int]) -> str:
+        """Render a reply as the template writes it after a prompt that ends with `context`.
+
+        Raises:
+            ModelError: the template refuses the reply, or writes it otherwise than its prompt begins it.
+        """
+        opening, thinking = self._thinking_opening(context), self._control.escape(reply.thinking, only_special=True)
+        calls = tuple(replace(call, id=f"call{n:05}") for n, call in enumerate(reply.tool_calls))
+        answer = replace(reply, thinking="", tool_calls=calls)
+        [value] = self._values(tools_in_system.as_text([answer]) if self._tools_in_system else [answer])
+        if reply.content == PROBE:
+            value["content"] = PROBE
+        if thinking and self._history_marks is not None:
+            forms = list(thinking_message_forms(self._history_marks, thinking, value["content"]))
+            value |= forms[self._thinking_form]
+        marks = self._thinking or THINKING[0]
+        prompt = self._template.render([_value("user", ".")], [], prompt=True)
+        frame = prompt.removesuffix(thinking_opening(prompt, marks))
+        rendered = self._template.render([_value("user", "."), value], [], prompt=False)
+        is_closed = self.decode(context[-_MAX_OPENING_TOKENS:]).rstrip(SPACE).endswith(marks[1])
+        if not rendered.startswith(frame) or (is_closed and thinking):
+            raise ModelError(
+                f"{self._directory}: the chat template writes this reply otherwise than its prompt begins it, so no "
+                "policy could sample it. If the prompt rules out thinking, remove it from the reply, or change "
+                "model.template_variables"
+            )
+        body = rendered[len(frame) :]
+        remainder = split_thinking(body, marks)[1].lstrip(SPACE)
+        if thinking and thinking in body:
+            return body[body.index(thinking) :] if opening else body
+        if opening or thinking:  # the template leaves out the thinking of this reply
+            begin = "" if opening else f"{marks[0]}\n"
+            return f"{begin}{thinking}{self._thinking_closing}{remainder}"
+        return remainder if is_closed else body
+
+    def _encode_reply(self, rendered: str, context: Sequence[int], *, has_calls: bool) -> list[int]:
+        """Return the token ids of a rendered reply up to the token that ends it, which some templates leave to the next
+        message."""
+        pieces = self._control.split(rendered)
+        trailing = len(pieces)
+        while trailing and (isinstance(pieces[trailing - 1], int) or not str(pieces[trailing - 1]).strip(SPACE)):
+            trailing -= 1
+        closing = self._call_closing if has_calls else self._closing_id
+        end = next((n for n in range(trailing, len(pieces)) if pieces[n] in self._ends), len(pieces))
+        body = [*pieces[:end], *(pieces[end : end + 1] or [closing])]
+        if self._marks_start and isinstance(body[0], str) and (ids := self._encode_after(context, body[0])) is not None:
+            return [*ids, *self._encode_pieces(body[1:])]
+        return self._encode_pieces(body)
 
     def transcript(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a whole conversation, which nobody continues.
@@ -757,13 +819,7 @@ class TemplateChatFormat:
             )
 
     def _render_text(self, turns: Sequence[tuple[Role, str]], *, prompt: bool = True) -> str:
-        rendered = self._template.render([_value(role, content) for role, content in turns], [], prompt=prompt)
-        if len(rendered) > _MAX_PROBE_CHARACTERS:
-            raise ModelError(
-                f"{self._directory}: the chat template makes {len(rendered)} characters out of a few words; at most "
-                f"{_MAX_PROBE_CHARACTERS} are allowed"
-            )
-        return rendered
+        return self._template.render([_value(role, content) for role, content in turns], [], prompt=prompt)
 
     def _checked_rendering(self, rendered: str) -> str:
         """Return `rendered`, after a check that the template has kept the stand-in."""
@@ -836,11 +892,12 @@ class TemplateChatFormat:
             return ""
         thought, speech = _mark("t", 0), _mark("s", 0)
         value = list(thinking_message_forms(self._thinking, thought, speech))[self._thinking_form]
-        with contextlib.suppress(ModelError):
-            text = self._template.render([_value("user", "."), value], [], prompt=False)
-            between = text.partition(thought)[2].partition(speech)[0]
-            if self._thinking[1] in between:
-                return between
+        for calls in ({}, {"tool_calls": self._standin_call("probe")["tool_calls"]}):  # some keep it only before calls
+            with contextlib.suppress(ModelError):
+                text = self._template.render([_value("user", "."), {**value, **calls}], [], prompt=False)
+                before, mark, after = text.partition(thought)[2].partition(self._thinking[1])
+                if mark:
+                    return before + mark + after[: len(after) - len(after.lstrip(SPACE))]
         return f"\n{self._thinking[1]}\n\n"
 
     def _renders_tools(self) -> bool:
@@ -1002,6 +1059,10 @@ def _mark(kind: str, number: int) -> str:
 def _names(messages: Sequence[Message]) -> list[str]:
     """Return the names of the tools that answer."""
     return [message.name or "probe" for message in messages if message.role == "tool"]
+
+
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    return [(call.name, call.arguments) for call in message.tool_calls]
 
 
 def _value(role: Role, content: str) -> dict[str, Any]:

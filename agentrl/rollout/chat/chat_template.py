@@ -259,7 +259,6 @@ DEFAULT, FOR_TOOLS = "default", "tool_use"
 TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of the templates with other names than `default`."""
-TOOL_TEMPLATE_FILE = f"{NAMED_TEMPLATES}/{FOR_TOOLS}.jinja"
 
 
 def read_templates(directory: Path) -> dict[str, str]:

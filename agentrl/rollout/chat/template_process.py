@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agentrl.core.limited_process import LimitedProcess, not_started, serve
+from agentrl.core.limited_process import LimitedProcess, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 TEMPLATE_DATE = datetime(2026, 1, 1, tzinfo=UTC)
 """Date that `strftime_now` returns to a template: a constant, so that a prompt does not depend on the day."""
-MAX_RENDERED_CHARACTERS = 1 << 26
-"""Maximum length of a rendered conversation."""
+MAX_ADDED_CHARACTERS, MAX_GROWTH = 200_000, 16
+"""Maximum length of a rendered conversation: the first number, and so many times the length of its values as JSON."""
 MAX_CPU_S = 10.0
 """Maximum CPU seconds of a compilation or a rendering."""
 _KEPT_TEMPLATES = 64
@@ -85,7 +85,7 @@ class TemplateProcess:
         except (TypeError, ValueError, RecursionError) as error:
             raise TemplateError(f"its values are no JSON data: {error}") from error
         except OSError as error:
-            raise TemplateError(not_started(error)) from error
+            raise TemplateError(str(error)) from error
         if kind != "done":
             raise TemplateError(answer)
         return answer
@@ -158,12 +158,13 @@ def _answer(environment: Environment, templates: OrderedDict[str, Template], req
                 return "unknown", ""
             return "done", sorted(find_undeclared_variables(environment.parse(source)) - environment.globals.keys())
         parts: list[str] = []
-        length = 0
-        for part in template.generate(request["values"]):
+        length, values = 0, request["values"]
+        max_length = MAX_ADDED_CHARACTERS + MAX_GROWTH * len(json.dumps(values, ensure_ascii=False))
+        for part in template.generate(values):
             parts.append(part)
             length += len(part)
-            if length > MAX_RENDERED_CHARACTERS:
-                return "error", f"it renders more than {MAX_RENDERED_CHARACTERS:,} characters"
+            if length > max_length:
+                return "error", f"it renders more than the {max_length:,} characters allowed for these values"
         return "done", "".join(parts)
     except Exception as error:  # noqa: BLE001 - a template can make jinja2 raise anything: `truncate` uses assert
         return "error", _describe(error)

@@ -21,9 +21,8 @@ import re
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
@@ -31,9 +30,7 @@ import numpy as np
 
 from agentrl.core import ids
 from agentrl.core.errors import (
-    EngineError,
     EnvironmentDefinitionError,
-    EpisodeError,
     GrammarNotCheckedError,
     GrammarRefusedError,
     InfrastructureError,
@@ -42,7 +39,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Message, is_cut
-from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
+from agentrl.core.reply_formats import UNWRITTEN_ID
 from agentrl.core.text import common_prefix_length, plural, shorten_lines
 from agentrl.core.tokens import Completion, KeptCount, Tokens
 from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
@@ -74,8 +71,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from agentrl.core.ports import ChatFormat, SamplingParams
-    from agentrl.core.records import Int32Array, ToolSpec
+    from agentrl.core.ports import SamplingParams
+    from agentrl.core.records import ToolSpec
     from agentrl.environment.context import Aliases, EpisodeLimits
     from agentrl.gateway.server import AttemptEndpoint
     from agentrl.journal.entries import JournalEntry
@@ -87,8 +84,6 @@ T = TypeVar("T")
 
 _ENDPOINT_FIELDS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Sampling parameters that a remote endpoint takes."""
-ORDER_S = 10.0
-"""Seconds that a fork waits for an inherited turn that came earlier when it was recorded."""
 BYTES_PER_TOKEN = 4
 """Bytes of text per token, to estimate lengths where another program tokenizes, or nothing does."""
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -112,7 +107,6 @@ class ExternalAgent(TurnRecorder):
         "_row_of_last_turn",
         "_row_samplers",
         "_tree",
-        "_used_ids",
         "difference",
         "edited_calls",
         "limit_reached",
@@ -128,8 +122,6 @@ class ExternalAgent(TurnRecorder):
             )
         self._tree = TokenTree(self._settings.chat_format, volatile)
         self._row_samplers: dict[int, TurnSampler] = {}
-        self._used_ids: dict[bytes, set[str]] = {}
-        """Ids of the calls so far, keyed by the digest of their requests."""
         self._row_of_last_turn = 0
         """Number of tokens of the row that the last turn continued."""
         self._ignored_parameters = ignored_parameters
@@ -188,58 +180,45 @@ class ExternalAgent(TurnRecorder):
         if sampling != run_sampling or request.tool_choice.mode == "none":
             differences = json.dumps([dict(request.sampling), request.tool_choice.mode], sort_keys=True)
             digest = request_hash(digest, differences.encode())
-        call = self._episode.journal.open_named(self._name_call(request, digest), digest)
         self._in_progress += 1
         try:
-            await self._wait_for_inherited(call)
-            if isinstance(call.recorded, TurnEntry):
-                return self._recall(request, call, call.recorded, sampling)
-            reply = await self._sample_new(request, call, sampling)
+            return await self._episode.journal.call_named(
+                f"{self.seat}:{digest.hex()}.",
+                digest,
+                partial(_asks, request),
+                self._next_turn,
+                partial(self._recall, request, sampling),
+                partial(self._sample_new, request, sampling),
+            )
         finally:
             self._in_progress -= 1
-        await self._episode.journal.flush()
-        return reply
-
-    def _name_call(self, request: ChatRequest, digest: bytes) -> str:
-        """Return the id of a request's call: the one recorded with the same messages, else the next in order of
-        arrival. Requests with equal digests may differ in volatile text."""
-        journal, prefix = self._episode.journal, f"{self.seat}:{digest.hex()}."
-        used = self._used_ids.setdefault(digest, set())
-        recorded = () if journal.is_new else journal.recorded_named(prefix)
-        same = (each.call_id for each in recorded if each.call_id not in used and _asks(each, request))
-        call_id = next(same, "") or next(name for n in count() if (name := f"{prefix}{n}") not in used)
-        used.add(call_id)
-        return call_id
-
-    async def _wait_for_inherited(self, call: JournaledCall) -> None:
-        """Wait until the turns that a fork inherits and that precede a call were requested.
-
-        Parallel requests may arrive in a different order on replay; stop waiting after `ORDER_S`.
-        """
-        journal, entry = self._episode.journal, call.recorded
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ORDER_S):
-                if call.is_inherited and isinstance(entry, TurnEntry):
-                    while len(self._turns) < entry.turn:
-                        await self._next_turn()
-                elif entry is None:
-                    while journal.inherits_turns(self.seat):
-                        await self._next_turn()
 
     async def _next_turn(self) -> None:
         self._answered_one.clear()
         await self._answered_one.wait()
 
     def _recall(
-        self, request: ChatRequest, call: JournaledCall, recorded_turn: TurnEntry, sampling: SamplingParams
+        self, request: ChatRequest, sampling: SamplingParams, call: JournaledCall, recorded_turn: TurnEntry
     ) -> ChatReply:
-        """Return the reply of an earlier attempt, whose entry holds its whole context."""
-        context = recorded_turn.context().token_ids
+        """Return the reply of an earlier attempt, whose entry holds its whole context, or of the episode that a fork
+        came from.
+
+        Raises:
+            ReplayMismatchError: the program of a fork requests turns in another order than before.
+        """
+        context, placement = recorded_turn.context().token_ids, self._find_row(request)
         if call.is_inherited:
-            self._episode.journal.take_inherited(call)
-            placement = self._inherited_placement(request, call, recorded_turn, context)
-            return self._recalled(request, call, placement, recorded_turn)
-        placement = self._tree.restate(self._find_row(request), context)
+            then = (recorded_turn.turn, recorded_turn.row, recorded_turn.parent_context)
+            if then != (len(self._turns), placement.row.number, placement.before):
+                self._episode.journal.mismatch(
+                    call.call_id,
+                    f"the journal holds turn {then[0]} of row {then[1]}",
+                    f"the program now requests it as turn {len(self._turns)} of row {placement.row.number}",
+                    remedy="",
+                )
+            context = np.concatenate([placement.context()[: placement.before], context])
+            return self._recalled(request, call, self._tree.restate(placement, context), recorded_turn)
+        placement = self._tree.restate(placement, context)
         entry = msgspec.structs.replace(
             recorded_turn,
             row=placement.row.number,
@@ -264,26 +243,7 @@ class ExternalAgent(TurnRecorder):
         named = self._name_foreign_call(answer, context, completion, tools, recorded_turn)
         return self._reply(request, call, placement, completion, answer, named, recorded_turn.started)
 
-    def _inherited_placement(
-        self, request: ChatRequest, call: JournaledCall, entry: TurnEntry, context: Int32Array
-    ) -> RequestPlacement:
-        """Find the place of a turn that a fork inherits.
-
-        Raises:
-            ReplayMismatchError: the program requests turns in another order than before.
-        """
-        placement = self._find_row(request)
-        then = (entry.turn, entry.row, entry.parent_context)
-        if then != (len(self._turns), placement.row.number, placement.before):
-            self._episode.journal.mismatch(
-                call.call_id,
-                f"the journal holds turn {entry.turn} of row {entry.row}",
-                f"the program now requests it as turn {len(self._turns)} of row {placement.row.number}",
-                remedy="",
-            )
-        return self._tree.restate(placement, np.concatenate([placement.context()[: placement.before], context]))
-
-    async def _sample_new(self, request: ChatRequest, call: JournaledCall, sampling: SamplingParams) -> ChatReply:
+    async def _sample_new(self, request: ChatRequest, sampling: SamplingParams, call: JournaledCall) -> ChatReply:
         """Sample a reply and write its turn."""
         clock = self._episode.services.clock
         placement = self._find_row(request)
@@ -300,7 +260,7 @@ class ExternalAgent(TurnRecorder):
                 grammar = reply_grammar(request, self._settings.chat_format.call_frame)
                 sampling = dataclasses.replace(sampling, grammar=grammar)
             with self._episode.time_limit_paused():
-                completion = await self._completion(sampler, call, placement, sampling, request.stop)
+                completion = await self._completion(request, sampler, call, placement, sampling)
             context, tools = placement.context_ids, _callable_tools(request)
             answer = self._parse(context, completion, tools)
             named = self._name_foreign_call(answer, context, completion, tools)
@@ -326,9 +286,6 @@ class ExternalAgent(TurnRecorder):
             failure = InfrastructureError(str(error))
             self._episode.journal.fail(failure)
             raise failure from error
-        except EngineError as error:
-            self._episode.journal.fail(error)
-            raise
         except BaseException:
             self._tree.withdraw(placement)
             raise
@@ -336,25 +293,27 @@ class ExternalAgent(TurnRecorder):
 
     async def _completion(
         self,
+        request: ChatRequest,
         sampler: TurnSampler,
         call: JournaledCall,
         placement: RequestPlacement,
         sampling: SamplingParams,
-        stops: Sequence[str],
     ) -> Completion:
         """Sample a reply, or return the one with which a fork replaces it."""
         row, opening = placement.row.number, placement.opening()
         sample = partial(sampler.sample, call, placement.context(), row, opening, sampled_before=self._sampled)
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
-            completion = self._cut(await sample(sampling=sampling), stops)
+            completion = self._cut(await sample(sampling=sampling), request.stop)
             is_partial = completion.kept is not None and KeptCount.MISSING in completion.kept.counts
             return completion.lost(masked=self._count_untrained(sampling, lacks_sets=is_partial))
         self.edited_calls.add(call.call_id)
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
         completion = await sample(sampling=one)
-        text, context = str(edits[-1]["content"]), placement.context_ids
-        return _completion_of_text(text, context, completion, self._settings.chat_format)
+        context = array("i", placement.context_ids)
+        token_ids = self._settings.chat_format.write_reply(str(edits[-1]["content"]), context, request.tools)
+        tokens = Tokens.of_version(np.array(token_ids, np.int32), completion.spans[-1].version)
+        return Completion.of(tokens, "stop", completion.cached_tokens)
 
     def _count_untrained(self, sampling: SamplingParams, *, lacks_sets: bool = False) -> bool:
         """Count a turn with tokens that cannot be trained, because of how they are sampled; returns whether that is all
@@ -663,20 +622,7 @@ async def open_endpoint(
 ) -> AsyncIterator[Endpoint]:
     """Open the endpoint of `EpisodeContext.endpoint`; adds the agents of the seats to `agents`."""
     spec, journal = episode.spec, episode.journal
-    is_replay = spec.purpose == "replay"
-    if is_replay and not recall:
-        raise EpisodeError(
-            f"episode {spec.episode_id}: its program must not run again (replay_stable = False), so the episode cannot "
-            "be replayed",
-            reason="resource_lost",
-        )
-    if journal.is_resumed and not is_replay:
-        raise EpisodeError(
-            f"episode {spec.episode_id}: its external agent died with its process; the episode starts over, with the "
-            "same replies to the same requests",
-            reason="harness_lost",
-            begin_again=True,
-        )
+    journal.begin_external(recall=recall)
     if agents:
         raise EnvironmentDefinitionError(
             "ctx.endpoint() was called after ctx.agent(); call it first, before any seat has an agent"
@@ -686,14 +632,10 @@ async def open_endpoint(
     except re.error as error:
         raise EnvironmentDefinitionError(f"volatile: {error.pattern!r} is not a regular expression: {error}") from error
     models = read_aliases(aliases, list(spec.seats))
-    if not recall:
-        journal.forget_answers()
     seats = {seat: ExternalAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
-    for agent in seats.values():
-        episode.check_seat_acted(agent)
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, models) as endpoint:
-        perform = partial(perform_effect, episode, again=is_replay, counted=False)
+        perform = partial(perform_effect, episode, is_program=True)
         serve = partial(episode.services.gateway.serve, endpoint)
         ended = partial(_count_program, episode)
         runs = partial(setattr, episode, "external")
@@ -846,19 +788,6 @@ def _two_values(was: object, came: object) -> str:
     return f"{shortened_repr(first[at:])}, now {shortened_repr(second[at:])}"
 
 
-def _completion_of_text(text: str, context: bytes, completion: Completion, chat_format: ChatFormat) -> Completion:
-    """Make a completion of other text after `context`, under the version that began the replaced one."""
-    if isinstance(chat_format, JsonChatFormat):
-        parsed_value = parse_json_value(text)
-        message = parsed_value if isinstance(parsed_value, dict) else {"role": "assistant", "content": text}
-        text = json.dumps(message) + "\n"
-    token_ids, stops = chat_format.encode(text, array("i", context)), chat_format.stop_token_ids
-    if stops and token_ids[-1:] not in ([stop] for stop in stops):
-        token_ids.append(stops[0])
-    tokens = Tokens.of_version(np.array(token_ids, dtype=np.int32), completion.spans[-1].version)
-    return Completion.of(tokens, "stop", completion.cached_tokens)
-
-
 def is_external_turn(entry: JournalEntry) -> bool:
     """Whether an entry is a turn that an external agent requested: its call is named by its content."""
     return not ids.has_call_number(entry.call_id) and isinstance(entry.decode(), TurnEntry)
@@ -893,7 +822,7 @@ def _characters(message: Message) -> int:
     return len(message.content) + len(message.name or "") + len(message.tool_call_id or "") + calls
 
 
-def _asks(entry: JournalEntry, request: ChatRequest) -> bool:
+def _asks(request: ChatRequest, entry: JournalEntry) -> bool:
     """Whether a recorded turn has the last messages of a request, volatile text included."""
     turn = entry.decode()
     if not isinstance(turn, TurnEntry):

@@ -1,1 +1,1 @@
-"""Scorers: functions, judges and reward models that give rewards while an episode runs."""
+"""Scorers: functions that give rewards while an episode runs."""

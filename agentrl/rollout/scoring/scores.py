@@ -17,19 +17,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core import ids
-from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
+from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.futures import retrieve_exception
 from agentrl.core.records import Scored, ScoreRequest
 from agentrl.environment.context import Verdict
 from agentrl.journal.entries import NondeterministicValueEntry, ScoreEntry, request_hash
-from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS, SCORES_EXPOSED, SCORES_FAILED
-from agentrl.rollout.calls.journal import CallExecution
-from agentrl.rollout.effects import count_call
-from agentrl.rollout.turn.sampler import call_priority
+from agentrl.observe.metrics import SCORES_EXPOSED
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Scorer
-    from agentrl.core.records import PolicyVersion
+    from agentrl.rollout.calls.journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.turn.recorder import TurnRecorder
 
@@ -37,15 +34,13 @@ if TYPE_CHECKING:
 class LiveScores:
     """The scores of one attempt."""
 
-    __slots__ = ("_chains", "_entries_by_call", "_episode", "_inherited_ids", "_running")
+    __slots__ = ("_chains", "_entries_by_call", "_episode", "_running")
 
     def __init__(self, episode: LiveEpisode) -> None:
         self._episode = episode
         entries = episode.journal.recorded_scores()
         self._entries_by_call = {entry.call_id: entry.decode() for entry in entries}
         """Scores in the journal, keyed by call id."""
-        self._inherited_ids = {entry.call_id for entry in entries if entry.episode_id != episode.spec.episode_id}
-        """Call ids of scores that another episode paid for."""
         self._running: dict[str, asyncio.Task[None]] = {}
         """Requests in flight, keyed by call id."""
         self._chains: dict[tuple[str, int, str], list[str]] = {}
@@ -83,12 +78,10 @@ class LiveScores:
                 where=f"episode {self._episode.name}, score {call_id}",
                 seed=ids.stable_hash64(spec.seed, spec.attempt, call_id),
                 scored=conversation,
-                priority=call_priority(spec, agent.sampled_tokens),
-                pins=spec.pins,
             )
             weight = 0.0 if scorer.credit == "note" else agent.weight_of(scorer.name, request.where)
             entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
-            score_call = self._ask(scorer, request, entry, before, agent)
+            score_call = self._ask(scorer, request, entry, before)
             task = asyncio.get_running_loop().create_task(score_call, name=request.where)
             task.add_done_callback(retrieve_exception)  # the episode may end before it awaits the score
             self._running[call_id] = task
@@ -116,25 +109,23 @@ class LiveScores:
 
     async def value(self, call_id: str, *, wait: bool) -> float | None:
         """Return a score to the program, through the journal; without `wait`, None if it has not arrived."""
-        journal = self._episode.journal
         description = f"the {'wait for' if wait else 'look at'} the score {call_id}"
-        call = journal.open(request_hash(b"score", call_id.encode(), bytes([wait])), lambda: description)
-        await journal.reach(call)
-        entry = journal.recall(call, NondeterministicValueEntry)
-        if entry is not None:
-            return None if entry.value is None else float(entry.value)
-        running = self._running.get(call_id)
-        if running is not None and (wait or running.done()):
-            with CallExecution(journal, call, limit=self._episode.limit):
-                try:
-                    with self._episode.waiting_for("scorer"):
-                        await asyncio.shield(running)
-                except AgentRLError as error:
-                    journal.fail(error)  # a program that catches the error must not turn it into a reward
-                    raise
-        value = self._score(call_id)
-        journal.record(call, NondeterministicValueEntry("score", value))
-        return value
+
+        async def look(call: JournaledCall) -> NondeterministicValueEntry:
+            running = self._running.get(call_id)
+            if running is not None and (wait or running.done()):
+                with self._episode.waiting_for("scorer"):
+                    await asyncio.shield(running)
+            return NondeterministicValueEntry("score", self._score(call_id))
+
+        entry = await self._episode.journal.call(
+            request_hash(b"score", call_id.encode(), bytes([wait])),
+            lambda: description,
+            NondeterministicValueEntry,
+            look,
+            limit=self._episode.limit,
+        )
+        return None if entry.value is None else float(entry.value)
 
     async def arrived(self) -> None:
         """Wait for the requests in flight.
@@ -157,7 +148,7 @@ class LiveScores:
         episode, start_s = self._episode, self._episode.services.clock.monotonic()
         settings = episode.services.settings
         agents: Mapping[tuple[str, int], Any] = {(agent.seat, agent.index): agent for agent in episode.agents}
-        for agent in agents.values() if episode.roulette_weight else ():  # a stopped conversation's score is 0
+        for agent in agents.values():
             if agent.turns and agent.policy in settings.scored and not agent.is_void:
                 for scorer in settings.scorers.values():
                     if scorer.per == "episode":
@@ -167,20 +158,10 @@ class LiveScores:
         if self._running:
             await self.arrived()
             episode.metric(SCORES_EXPOSED, episode.services.clock.monotonic() - start_s)
-        for call_id, entry in sorted(self._entries_by_call.items()):
+        for _, entry in sorted(self._entries_by_call.items()):
             if isinstance(entry, ScoreEntry):
                 agent = agents[entry.seat, entry.index]
                 agent.rewards = (*agent.rewards, entry)
-                if call_id not in self._inherited_ids:
-                    self._count(agent, entry.name, entry.requests, entry.tokens)
-
-    def judges(self) -> dict[str, PolicyVersion]:
-        """Return the oldest version of each judge with several versions that scored the attempt."""
-        versions: dict[str, PolicyVersion] = {}
-        for entry in self._entries_by_call.values():
-            if isinstance(entry, ScoreEntry) and (by := entry.judged_by) is not None:
-                versions[by.policy] = min(versions.get(by.policy, by), by)
-        return versions
 
     async def _newest(self, call_ids: Sequence[str]) -> float:
         """Wait for earlier scores, the newest first, until one says something, and return it; 0 if there is none."""
@@ -205,15 +186,10 @@ class LiveScores:
         for task in self._running.values():
             task.cancel()
 
-    async def _ask(
-        self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry, before: Sequence[str], agent: TurnRecorder
-    ) -> None:
+    async def _ask(self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry, before: Sequence[str]) -> None:
         clock = self._episode.services.clock
         start_s = clock.monotonic()
         score = await scorer.score(request)
-        count_call(self._episode, f"scorer {scorer.name!r}", score.failure, SCORES_FAILED + scorer.name)
-        if score.failure is not None:
-            self._episode.metric(SCORES_FAILED + scorer.name, 1.0, agent)
         body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", score.value)
         if score.value is not None and scorer.credit != "note":
             seconds = clock.monotonic() - start_s
@@ -223,23 +199,11 @@ class LiveScores:
             body = ScoreEntry(
                 *(entry.seat, entry.index, value, entry.turn, entry.name, entry.weight),
                 seconds=seconds,
-                queued=score.queued,
                 note=score.note,
                 difference_of=difference_of,
-                tokens=score.tokens,
-                cached=score.cached,
-                judged_by=score.judged_by,
-                requests=score.requests,
             )
-        else:  # the entry has no room for what it cost
-            self._count(agent, scorer.name, score.requests, score.tokens)
         self._entries_by_call[request.call_id] = body
-        self._episode.journal.record_score(request.call_id, body, score.content)
-
-    def _count(self, agent: TurnRecorder, scorer: str, requests: int, tokens: int) -> None:
-        for name, amount in ((SCORE_REQUESTS, requests), (SCORE_TOKENS, tokens)):
-            if amount:
-                self._episode.metric(name + scorer, amount, agent)
+        self._episode.journal.record_score(request.call_id, body)
 
 
 class LiveVerdict(Verdict):

@@ -10,22 +10,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from array import array
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, get_args
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 import msgspec
 import numpy as np
 
-from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.ids import opening_digest
 from agentrl.core.records import Message, Role, SampledTurn, ToolSpec, Turn, is_cut
 from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import LimitReachedError
-from agentrl.journal.entries import CancelEntry, EffectEntry, TimeLimitEntry, TurnEntry, request_hash
+from agentrl.journal.entries import TurnEntry, request_hash
 from agentrl.observe.metrics import DEMONSTRATED
-from agentrl.rollout.calls.journal import CallExecution
+from agentrl.rollout.calls.journal import current_strand
 from agentrl.rollout.calls.journal_data import encode, encode_arguments
 from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.turn.recorder import TurnRecorder
@@ -43,29 +42,52 @@ CHARACTERS_PER_TOKEN = 64
 more text than this into a token."""
 
 
-class TurnRequest(NamedTuple):
-    """The arguments of one `act`, checked."""
+class TurnInProgress:
+    """One `act`: its arguments, checked once it has asked, and its answer. Smaller than functions inside `act`."""
 
-    messages: tuple[Message, ...]
+    __slots__ = ("_agent", "call", "max_tokens", "messages", "place", "reply", "sampled", "sampling", "state")
+    call: JournaledCall
     sampling: SamplingParams
-    reply: str | None
-    state: str | None
+
+    def __init__(
+        self,
+        agent: LiveAgent,
+        messages: tuple[Message, ...],
+        max_tokens: int | None,
+        reply: str | None,
+        state: str | None,
+    ) -> None:
+        self._agent, self.messages, self.max_tokens, self.reply, self.state = agent, messages, max_tokens, reply, state
+        self.place: asyncio.Future[None] | None = None
+        """Ends when the turns before it have ended; None if there are none."""
+        self.sampled: tuple[Completion, Message | LimitReachedError] | None = None
+
+    def describe(self) -> str:
+        text = " / ".join(message.content for message in self.messages)
+        return f"a turn of {agent_name(self._agent.seat, self._agent.index)} asked {shortened_repr(text)}"
+
+    def ask(self, call: JournaledCall) -> bytes:
+        return self._agent.ask(call, self)
+
+    def __call__(self, call: JournaledCall) -> Awaitable[TurnEntry]:
+        """Sample the turn; without a name, which a call in flight would hold as a bound method."""
+        return self._agent.generate(call, self)
 
 
 class LiveAgent(TurnRecorder):
     """One conversation that the program leads."""
 
-    __slots__ = ("_is_acting", "_number", "_pending", "_queue", "_rows", "_sampler")
+    __slots__ = ("_number", "_pending", "_queue", "_refused", "_rows", "_sampler")
 
     def __init__(self, episode: LiveEpisode, seat: str, index: int, tools: Sequence[ToolSpec]) -> None:
         super().__init__(episode, seat, index)
         self._sampler = TurnSampler(episode, seat, f"{seat}.{index}")
         self._rows = AgentTokenRows(self._settings.chat_format, tools)
         self._pending: tuple[Message, ...] = ()
-        self._is_acting = False
-        """Whether a new turn is in progress that other strands must wait for."""
-        self._queue: tuple[asyncio.Future[None], ...] = ()
-        """Strands that wait for it, in the order of their arrival."""
+        self._refused: tuple[str, ...] = ()
+        """Strands whose turns a limit has refused since the last turn."""
+        self._queue: tuple[TurnInProgress, ...] = ()
+        """The new turn in progress, and the turns that wait for it in the order of their arrival."""
         self._number = len(episode.agents)
         """Index in `LiveEpisode.agents`."""
 
@@ -79,225 +101,123 @@ class LiveAgent(TurnRecorder):
         reply: str | None = None,
         state: str | None = None,
     ) -> Turn:
-        """Take one turn: render its context, open its call, recall or generate the completion, record and parse it."""
-        self._episode.check_not_stopped("act()")
-        self._episode.check_seat_acted(self)
-        journal = self._episode.journal
-        holds = not journal.has_strands or await self._begin_turn(messages, max_tokens, reply, state)
+        """Take one turn: wait for its place, render its context, recall or generate the completion, and parse it."""
+        journal, turn = self._episode.journal, TurnInProgress(self, messages, max_tokens, reply, state)
+        self._take_place(turn)
         try:
-            pending, before = self._pending, self._rows.position()
-            request = self._request(messages, max_tokens, reply, state)
-            digest = self._digest(request)
-            try:
-                context = self._render(request, digest)
-                call = journal.open(digest, partial(self._describe, request.messages))
-                if call.waits:
-                    await journal.reach(call)
-                recorded_turn = journal.recall(call, TurnEntry)
-                if recorded_turn is not None:
-                    completion = completion_from_entry(recorded_turn)
-                    answer = self._parse(context, completion, self._rows.tools)
-                    answer = self._name_foreign_call(answer, context, completion, self._rows.tools, recorded_turn)
-                else:
-                    completion, answer, entry = await self._generate(call, request, context)
-                    self._record(call, entry)
-            except BaseException:  # the program may catch a timeout or a limit, and ask something else
-                self._pending = pending
-                if holds:
-                    self._rows.withdraw(before)
-                raise
-            return self._answer(call, request, completion, answer)
+            # The time limit pauses while the run's engine samples, but not while a bot or an endpoint does.
+            limit = None if self._settings.is_external else self._episode.limit
+            entry = await journal.call(turn.ask, turn.describe, TurnEntry, turn, memoised="a turn", limit=limit)
+            if turn.sampled is not None:
+                completion, answer = turn.sampled
+                self._episode.partials.turn_recorded(turn.call)
+            else:
+                self._rows.ask_again(entry.context_ids, turn.messages, entry.row)
+                completion = completion_from_entry(entry)
+                answer = self._parse(entry.context_ids, completion, self._rows.tools)
+                answer = self._name_foreign_call(answer, entry.context_ids, completion, self._rows.tools, entry)
+            return self._answer(turn, completion, answer)
+        except LimitReachedError as error:
+            path = current_strand().path
+            if path in self._refused:
+                self._episode.add_note("run() caught a limit of an agent, and asked the agent again")
+                journal.end_with(error)
+            self._refused = (*self._refused, path)
+            raise
         finally:
-            if holds and self._is_acting:
-                self._end_turn()
+            self._give_place_back(turn)
 
-    async def _begin_turn(
-        self, messages: tuple[Message, ...], max_tokens: int | None, reply: str | None, state: str | None
-    ) -> bool:
-        """Wait until no other strand has a turn of the agent in progress, in the order of arrival. Returns whether the
-        turn is now the one in progress; one that is recorded as cancelled never is.
+    def _take_place(self, turn: TurnInProgress) -> None:
+        """Let a turn wait until no other strand has one of the agent in progress, in the order of arrival."""
+        if self._queue:
+            turn.place = asyncio.get_running_loop().create_future()
+        self._queue = (*self._queue, turn)
 
-        A wait is a call of its own, so re-execution asks for the turns in the recorded order. During replay, a turn is
-        rendered only when it is due, because it continues the recorded turns before it.
-        """
-        journal = self._episode.journal
-        digest = request_hash(b"wait", encode((self.seat, self.index)))
-        name = agent_name(self.seat, self.index)
-        recorded = journal.next_recorded()
-        is_wait = journal.peek(digest) is not None
-        if not is_wait and isinstance(recorded, CancelEntry):
-            return False
-        if journal.is_replaying and not is_wait and isinstance(recorded, TurnEntry | TimeLimitEntry | None):
-            if recorded is None:
-                self._check_limits(messages, max_tokens, reply, state)
-            try:
-                await journal.reach_next()
-            except asyncio.CancelledError:
-                if recorded is None:
-                    journal.cancel(journal.open(digest, lambda: f"a wait for another turn of {name}"))
-                raise
-        if is_wait or self._is_acting:
-            call = journal.open(digest, lambda: f"a wait for another turn of {name}")
-            await journal.reach(call)
-            if journal.recall(call, EffectEntry) is None:
-                clock = self._episode.services.clock
-                start_s = clock.monotonic()
-                with CallExecution(journal, call):
-                    await self._wait_for_turn()
-                entry = EffectEntry(f"wait for {name}", "read", None, None, clock.monotonic() - start_s)
-                try:
-                    journal.record(call, entry)
-                except BaseException:
-                    self._end_turn()
-                    raise
-        self._is_acting = True
-        return True
-
-    def _check_limits(
-        self, messages: tuple[Message, ...], max_tokens: int | None, reply: str | None, state: str | None
-    ) -> None:
-        """Raise the error of a turn that a limit refuses before the turns that it waits for.
-
-        Raises:
-            LimitReachedError: the agent has no turn left, or the messages do not fit.
-        """
-        pending, before = self._pending, self._rows.position()
-        try:
-            self._append_within(
-                self._request(messages, max_tokens, reply, state).messages, self._settings.limits.max_context
-            )
-        finally:
-            self._pending = pending
-            self._rows.withdraw(before)
-
-    async def _wait_for_turn(self) -> None:
-        """Wait until the turn in progress, and those that waited before, have ended."""
-        if self._is_acting:
-            place = asyncio.get_running_loop().create_future()
-            self._queue = (*self._queue, place)
-            try:
-                await place
-            except BaseException:
-                if place.cancelled():
-                    self._queue = tuple(other for other in self._queue if other is not place)
-                else:
-                    self._end_turn()
-                raise
-
-    def _end_turn(self) -> None:
+    def _give_place_back(self, turn: TurnInProgress) -> None:
         """Let the strand continue that has waited longest, if one waits."""
-        while self._queue:
-            place, *others = self._queue
-            self._queue = tuple(others)
-            if not place.done():
-                place.set_result(None)
-                return
-        self._is_acting = False
+        self._queue = tuple(other for other in self._queue if other is not turn)
+        if self._queue and self._queue[0].place and not self._queue[0].place.done():
+            self._queue[0].place.set_result(None)
 
-    def _describe(self, messages: Sequence[Message]) -> str:
-        text = " / ".join(message.content for message in messages)
-        return f"a turn of {agent_name(self.seat, self.index)} asked {shortened_repr(text)}"
-
-    def _request(
-        self, messages: tuple[Message, ...], max_tokens: int | None, reply: str | None, state: object
-    ) -> TurnRequest:
-        """Check the arguments of an `act`.
+    def ask(self, call: JournaledCall, turn: TurnInProgress) -> bytes:
+        """Check the arguments of an `act`, and hash everything that determines the turn, without a tokenizer.
 
         Raises:
             EnvironmentDefinitionError: a message or the state is of another type.
-            LimitReachedError: the agent has no turn left.
         """
-        limit, journal = self._settings.limits.max_turns, self._episode.journal
-        if len(self._turns) >= limit:
-            raise LimitReachedError(
-                f"agent {self.seat!r} has used its {plural(limit, 'turn')}", stop_reason="max_turns"
-            )
-        messages, self._pending = tuple(map(_valid, (*self._pending, *messages))), ()
-        if not journal.is_new:
-            messages = tuple(map(decode_message, journal.fork_edits())) or messages
-        if state is not None and not isinstance(state, str):
-            raise EnvironmentDefinitionError(f"act() takes its state as text, not as {type(state).__name__}")
-        return TurnRequest(
-            messages,
-            self._sampling(max_tokens if reply is None else 1),
-            None if reply is None else valid_unicode(reply),
-            None if state is None else valid_unicode(state),
-        )
-
-    def _digest(self, request: TurnRequest) -> bytes:
-        """Hash everything that determines the turn, without a tokenizer."""
+        messages = tuple(map(_valid, (*self._pending, *turn.messages)))
+        messages = tuple(map(decode_message, self._episode.journal.edits_at(call.call_id))) or messages
+        if turn.state is not None and not isinstance(turn.state, str):
+            raise EnvironmentDefinitionError(f"act() takes its state as text, not as {type(turn.state).__name__}")
+        turn.call, turn.messages = call, messages
+        turn.sampling = self._sampling(turn.max_tokens if turn.reply is None else 1)
+        turn.reply = None if turn.reply is None else valid_unicode(turn.reply)
+        turn.state = None if turn.state is None else valid_unicode(turn.state)
         return request_hash(
             encode((self.seat, self.index)),
-            request.sampling.max_tokens.to_bytes(4, "little"),
-            *self._rows.question(request.messages),
-            *(() if request.reply is None else (b"reply", request.reply.encode())),
-            *(() if request.state is None else (b"state", request.state.encode())),
+            turn.sampling.max_tokens.to_bytes(4, "little"),
+            *self._rows.question(messages),
+            *(() if turn.reply is None else (b"reply", turn.reply.encode())),
+            *(() if turn.state is None else (b"state", turn.state.encode())),
         )
 
-    def _render(self, request: TurnRequest, digest: bytes) -> bytes:
-        """Append the messages to the conversation's tokens, and return the new ones as `int32`.
+    async def generate(self, call: JournaledCall, turn: TurnInProgress) -> TurnEntry:
+        """Wait for the turn's place, render its context, sample it or take the demonstrated reply, and parse it.
 
-        A recorded turn brings its tokens along. Only a new turn must fit the context: the limit may have been lowered
-        since.
+        Raises:
+            LimitReachedError: the agent has no turn left, or its messages or reply do not fit.
         """
-        journal = self._episode.journal
-        entry = None if journal.is_new else journal.peek(digest)
-        if isinstance(entry, TurnEntry):
-            self._rows.ask_again(entry.context_ids, request.messages, entry.row)
-            return entry.context_ids
-        if entry is not None:
-            return b""  # the turn was cancelled, or refused for time
-        return self._ask(request.messages, self._settings.limits.max_context)
-
-    async def _generate(
-        self, call: JournaledCall, request: TurnRequest, context: bytes
-    ) -> tuple[Completion, Message | LimitReachedError, TurnEntry]:
-        """Reserve the context's KV, sample the turn or take the demonstrated reply for it, and parse it."""
-        journal, clock = self._episode.journal, self._episode.services.clock
+        if turn.place is not None:
+            await turn.place
+        _, max_turns = call.request_hash, self._settings.limits.max_turns
+        clock, rows, position = self._episode.services.clock, self._rows, self._rows.position()
         start_s = clock.monotonic()
-        if journal.is_over_time:
-            journal.refuse_for_time(call)
-        # The time limit pauses while the run's engine samples, but not while a bot or an endpoint does.
-        limit = None if self._settings.is_external else self._episode.limit
-        rows, sampler = self._rows, self._sampler
-        row, before = rows.row, rows.before
+        if self._episode.journal.is_over_time:
+            raise self._episode.journal.time_is_up()
+        if len(self._turns) >= max_turns:
+            raise LimitReachedError(
+                f"agent {self.seat!r} has used its {plural(max_turns, 'turn')}", stop_reason="max_turns"
+            )
         try:
-            with CallExecution(journal, call, "a turn", limit):
-                completion = await sampler.sample(
-                    call, rows.context(), row, rows.opening, request.sampling, self._sampled
-                )
-                if request.reply is not None:
-                    completion = self._completion_of_reply(request.reply, context, completion)
-        except EngineError as error:
-            journal.fail(error)
+            context = self._ask(turn.messages, self._settings.limits.max_context)
+            completion = await self._sampler.sample(
+                call, rows.context(), rows.row, rows.opening, turn.sampling, self._sampled
+            )
+            if turn.reply is not None:
+                completion = self._completion_of_reply(turn.reply, context, completion)
+        except BaseException:  # the program may catch a timeout or a limit, and ask something else
+            rows.withdraw(position)
             raise
         seconds = clock.monotonic() - start_s
         answer = self._parse(context, completion, rows.tools)
         answer = self._name_foreign_call(answer, context, completion, rows.tools)
-        entry = self._entry(request.messages, row, context, before, completion, answer, seconds, sampler.pauses)
-        if request.state is not None:
-            entry = msgspec.structs.replace(entry, state=request.state)
-        return completion, answer, entry
+        entry = self._entry(
+            turn.messages, rows.row, context, rows.before, completion, answer, seconds, self._sampler.pauses
+        )
+        if turn.state is not None:
+            entry = msgspec.structs.replace(entry, state=turn.state)
+        turn.sampled = completion, answer
+        return entry
 
-    def _answer(
-        self, call: JournaledCall, request: TurnRequest, completion: Completion, answer: Message | LimitReachedError
-    ) -> Turn:
+    def _answer(self, turn: TurnInProgress, completion: Completion, answer: Message | LimitReachedError) -> Turn:
         """Append the policy's answer to the conversation, and return it as a turn.
 
         Raises:
             LimitReachedError: the answer is the refusal of a remote endpoint.
         """
-        if request.reply is not None:
+        self._pending = ()
+        if turn.reply is not None:
             self._episode.metric(DEMONSTRATED, 1.0, self)
-        assert call.strand is not None
-        call.strand.speaker = self._number
+        assert turn.call.strand is not None
+        turn.call.strand.speaker = self._number
         if self._episode.limit is not None:
             self._episode.limit.restart()
         if isinstance(answer, LimitReachedError):
             raise answer
         self._rows.answer(completion)
+        self._refused = ()
         self._count_reply(answer, completion, self._rows.tools, is_cut=is_cut(completion.finish_reason))
-        return self._append(call, request.messages, answer, completion, request.state)
+        return self._append(turn.call, turn.messages, answer, completion, turn.state)
 
     def _completion_of_reply(self, reply: str, context: bytes, completion: Completion) -> Completion:
         """Make the completion of a given reply to a prompt that ends with `context`.
@@ -315,9 +235,7 @@ class LiveAgent(TurnRecorder):
                 "top_k, top_p and min_p, which could exclude some of its tokens, and without engine.capture_routing",
                 reason="environment_error",
             )
-        chat_format = settings.chat_format
-        reply_ids, stop = chat_format.encode(reply, array("i", context)), chat_format.stop_token_ids
-        tokens = np.array(reply_ids if reply_ids[-1:] and reply_ids[-1] in stop else [*reply_ids, stop[0]], np.int32)
+        tokens = np.array(settings.chat_format.write_reply(reply, array("i", context), self._rows.tools), np.int32)
         if len(self._rows) + len(tokens) > settings.limits.max_context:
             self._full(len(self._rows) + len(tokens))
         self._sampler.close()  # close the session, because its KV cache contains the sampled token
@@ -325,19 +243,14 @@ class LiveAgent(TurnRecorder):
 
     def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
         """Convert new messages to tokens, check that they fit, and count rewrites of the conversation."""
-        context = self._append_within(messages, max_context)
-        for cause in applicable_rewrite_causes(self._settings.chat_format.rewrites, self._messages, messages):
-            self._episode.metric(f"history/{cause}", 1.0, self)
-        return context
-
-    def _append_within(self, messages: Sequence[Message], max_context: int) -> bytes:
-        """Convert new messages to tokens, and check that they fit."""
         characters = sum([len(message.content) for message in messages])
         if characters > CHARACTERS_PER_TOKEN * max_context:
             self._full(characters // CHARACTERS_PER_TOKEN)
         context = self._rows.ask(messages)
         if len(self._rows) >= max_context:
             self._full(len(self._rows))
+        for cause in applicable_rewrite_causes(self._settings.chat_format.rewrites, self._messages, messages):
+            self._episode.metric(f"history/{cause}", 1.0, self)
         return context
 
     def _full(self, tokens: int) -> NoReturn:
@@ -367,15 +280,14 @@ class LiveAgent(TurnRecorder):
         Raises:
             EpisodeError: another strand has a turn of the agent in progress.
         """
-        if self._is_acting:
+        if self._queue:
             error = EpisodeError(
                 f"{self._episode.name}:{self.seat}.{self.index}: restart() during a turn that another coroutine of "
                 "ctx.gather, or another tool call of the same turn, asked for. Give each its own agent: "
                 f"ctx.agent({self.seat!r}, index)",
                 reason="environment_error",
             )
-            self._episode.journal.fail(error)
-            raise error
+            self._episode.journal.end_with(error)
         self._rows.restart()
         self._messages = []
         self._pending = messages

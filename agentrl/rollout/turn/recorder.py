@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +18,7 @@ from agentrl.core.tokens import Completion
 from agentrl.environment.context import Agent, LimitReachedError
 from agentrl.environment.rewards import check_reward_name, finite_reward
 from agentrl.journal.entries import ReplyRecord, RewardEntry, TurnEntry, TurnPause, gigpo_state_hash, sum_by_key
-from agentrl.observe.metrics import FOREIGN_CALLS, GATE_PASSED, GATE_REFUSED, TOOLS_OFFERED
+from agentrl.observe.metrics import FOREIGN_CALLS, GATE_PASSED, GATE_REFUSED, TOOLS_HIDDEN, TOOLS_OFFERED
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.turn_entries import encode_message, record_reply
 
@@ -116,27 +117,27 @@ class TurnRecorder(Agent):
 
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Journal a reward with the weight of its name."""
-        self._episode.check_not_stopped("reward()")
         where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
         if isinstance(value, Mapping):
             for reward_name, part in value.items():
                 self.reward(part, turn, name=reward_name)
             return
         number = finite_reward(value, where if name == REWARD else f"{where}, {name!r}")
-        if turn is not None and turn not in range(len(self._turns)):
+        is_turn = isinstance(turn, Integral) and not isinstance(turn, bool) and turn in range(len(self._turns))
+        if turn is not None and not is_turn:
             raise RewardError(
                 f"{where}: a reward for turn {turn!r}, but there are {len(self._turns)} turns, counted from 0"
             )
-        weight = self.weight_of(name, where)
-        recorded = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
+        weight, at = self.weight_of(name, where), None if turn is None else int(turn)  # it may be numpy's
+        recorded = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, at, name, weight))
         self.rewards = (*self.rewards, recorded)
 
     def replace_rewards(self, value: float) -> None:
         """Journal the opposite of each of the agent's rewards, for the same turn and name, and `value`."""
-        total = RewardEntry(self.seat, self.index, value, None, REWARD, self._episode.roulette_weight)
-        opposites = [msgspec.structs.replace(given, value=-given.value) for given in self.rewards if given.value]
-        for entry in (*opposites, total):
-            self.rewards = (*self.rewards, self._episode.journal.reward(entry))
+        for given in [given for given in self.rewards if given.value]:
+            opposite = self._episode.journal.reward(msgspec.structs.replace(given, value=-given.value))
+            self.rewards = (*self.rewards, opposite)
+        self.reward(value)
 
     def cut_by(self) -> StopReason | None:
         """Return the limit that cut the agent's last turn; None if none did."""
@@ -155,7 +156,7 @@ class TurnRecorder(Agent):
 
     def weight_of(self, name: str, where: str) -> float:
         """Return the weight of a reward that is given now; raise `RewardError` if the configuration gives weights to
-        other names but not to this one. Rewards without a name, such as those of truncated agents, weigh 1."""
+        other names but not to this one. Rewards without a name weigh 1, unless it names `reward`."""
         check_reward_name(name, where)
         weights = self._episode.services.settings.reward_weights
         if weights and name not in weights and name != REWARD:
@@ -163,7 +164,7 @@ class TurnRecorder(Agent):
                 f"{where}: the reward {name!r} has no weight; add it to credit.reward_weights, which has "
                 f"{', '.join(sorted(weights))}"
             )
-        return weights.get(name, 1.0) * self._episode.roulette_weight
+        return weights.get(name, 1.0)
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Count the decision; on a refusal, journal the penalty as a reward."""
@@ -221,11 +222,15 @@ class TurnRecorder(Agent):
         a call in a form that is not read; and the first turn with tools."""
         if tools and TOOLS_OFFERED not in self.counts:
             self._episode.metric(TOOLS_OFFERED, 1.0, self)
+            if not self._settings.chat_format.shows_tools:
+                self._episode.metric(TOOLS_HIDDEN, 1.0, self)
         if message.tool_calls and not tools and not is_cut:
             self._episode.metric("tool/not_offered", 1.0, self)
         if message.tool_calls and message.tool_calls[0].form and not is_cut:
             self._episode.metric(f"{FOREIGN_CALLS}{message.tool_calls[0].form}", 1.0, self)
-        if is_cut:
+        if (
+            is_cut and len(completion.token_ids) > 1
+        ):  # a reply of one token may be whole, as in a game of one-token moves
             self._episode.metric("turns/length", 1.0, self)
             if repeats_itself(completion.token_ids):
                 self._episode.metric("turns/repeating", 1.0, self)
@@ -314,8 +319,6 @@ class TurnRecorder(Agent):
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
         self._turns.append(turn)
-        if self._episode.turn_calls is not None:
-            self._episode.turn_calls.append((call.call_id, self))
         if self._episode.scores is not None:
             self._episode.scores.start_per_turn(self)
         return turn
@@ -353,16 +356,17 @@ class TurnRecorder(Agent):
         by_turn = sum_by_key((given.turn, given.weighted) for given in rewards if given.turn is not None)
         for total in (*named.values(), *by_turn.values()):
             finite_reward(total, f"episode {self._episode.spec.episode_id}, seat {self.seat!r}")
+        reward = math.fsum(given.weighted for given in rewards) if rewards else None
         return TrajectoryHeader(
             seat=self.seat,
             index=self.index,
             policy=self.policy,
-            reward=math.fsum(given.weighted for given in rewards) if rewards else None,
+            reward=reward,
             tokens=self._sampled,
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
             turn_rewards=tuple(by_turn.items()),
-            named_rewards=tuple(named.items()) if named.keys() - {REWARD} else (),
+            named_rewards=() if named == {REWARD: reward} else tuple(named.items()),
             turn_states=self._turn_states,
         )
 

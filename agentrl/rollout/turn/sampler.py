@@ -14,22 +14,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.core.clock import RetryBudget
+from agentrl.core.clock import Clock, RetryBudget
 from agentrl.core.errors import VERSION_GONE, EngineLostError, EpisodeError, NoRoomError, VersionNotServedError
 from agentrl.core.ids import child_depth, stable_hash64
-from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.ports import GenerateRequest, SamplingParams, generate_when_room
 from agentrl.core.records import PolicyVersion
 from agentrl.core.tokens import Completion
 from agentrl.journal.entries import TurnPause
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import EngineSession
+    from agentrl.core.ports import EngineSession, NewTokensCallback, Sampler
     from agentrl.core.records import EpisodeSpec, Int32Array
     from agentrl.observe.bottleneck import Activity
     from agentrl.rollout.calls.journal import JournaledCall
@@ -260,13 +260,11 @@ class TurnSampler:
                 f"it was sampled by {self._kept_version} and must stay on it (ctx.branch, or engine.refresh = "
                 "'episode')"
             )
-        lost_error = EpisodeError(
+        return EpisodeError(
             f"the conversation of {self._name} cannot continue: {why}, which the engine has lost ({error})",
             reason=VERSION_GONE,
             begin_again=self._pin is None,
         )
-        self._episode.journal.fail(lost_error)  # a program that catches the error must not turn it into a reward
-        return lost_error
 
     def _open(self) -> EngineSession:
         if self._session is None:
@@ -324,3 +322,45 @@ def call_priority(spec: EpisodeSpec, num_sampled: int) -> int:
     depth = min(child_depth(spec.episode_id), MAX_PRIORITY_DEPTH)
     tokens_left = MAX_PRIORITY_TOKENS - min(num_sampled, MAX_PRIORITY_TOKENS)
     return (spec.deadline * (MAX_PRIORITY_DEPTH + 1) + depth) * (MAX_PRIORITY_TOKENS + 1) + tokens_left
+
+
+async def call_engine(
+    engine: Sampler,
+    policy: str,
+    request: GenerateRequest,
+    clock: Clock,
+    *,
+    pin: PolicyVersion | None = None,
+    watch: Callable[[], NewTokensCallback | None] | None = None,
+) -> Completion:
+    """Make one call in a session of its own; wait while the engine is unavailable.
+
+    Args:
+        engine: the engine.
+        policy: policy that samples.
+        request: the call.
+        clock: waits.
+        pin: version that samples; None: the current one.
+        watch: makes, for each attempt, what receives the tokens; the call may then be aborted. None: an aborted call
+            is made again.
+
+    Raises:
+        VersionNotServedError: the engine does not serve the version `pin`.
+        EngineLostError: the engine was lost `LOST_IN_A_ROW` times in a row.
+    """
+    budget = RetryBudget(LOST_IN_A_ROW)
+    while True:
+        try:
+            session = engine.open(request.request_id, policy, pin=pin)
+            try:
+                completion = await generate_when_room(session, request, None if watch is None else watch())
+            finally:
+                session.close()
+            if completion.finish_reason == "abort" and watch is None:
+                raise EngineLostError(f"{request.request_id}: the call was aborted")
+            return completion
+        except EngineLostError:
+            wait = budget.lost()
+            if wait is None:
+                raise
+            await clock.sleep(wait)

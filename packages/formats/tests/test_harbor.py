@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,8 @@ from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
 from agentrl_formats.harbor import Harbor, HarborTask, checked_rewards, read_task
+from agentrl_formats.harbor import main as list_tasks
+from tests.support.checks import keep_checks
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_suite, write_task
 
 EXPECTED = {
@@ -190,7 +191,9 @@ VERDICTS = {
 @pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize("problem", VERDICTS)
 def test_a_verdict_that_does_not_fit_is_an_error_or_the_failed_reward(problem: str, tmp_path: Path) -> None:
-    files = {"tests/test.sh": f"#!/bin/bash\n{VERDICTS[problem]}\n", "task.toml": "[verifier]\ntimeout_sec = 1.0\n"}
+    limit_s = 1.0 if problem == "limit on time" else 60.0
+    task = f"[verifier]\ntimeout_sec = {limit_s}\n"
+    files = {"tests/test.sh": f"#!/bin/bash\n{VERDICTS[problem]}\n", "task.toml": task}
     write_task(tmp_path / "task", {**WORD, **files})
     with pytest.raises(CheckFailedError, match=problem):
         reward_of(tasks_of(tmp_path)["task"])
@@ -282,19 +285,22 @@ def test_a_share_of_the_tasks_is_held_out(tmp_path: Path) -> None:
 
 def test_the_import_command_lists_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_suite(tmp_path)
-    command = ["env", "import", "harbor", str(tmp_path), "--root", "python:3.12=/"]
-    assert main(command) == 1
+    command = [str(tmp_path), "--root", "python:3.12=/"]
+    assert list_tasks(command) == 1
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "median: can be played"
     assert shown[1] == "word: refused"
     assert "needs the image ubuntu:24.04" in shown[2]
     assert shown[3] == "1 of 2 tasks can be played"
-    assert main([*command, "--root", "ubuntu:24.04=/", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["usable"] == 2
+    assert list_tasks([*command, "--root", "ubuntu:24.04=/"]) == 0
+    assert "2 of 2 tasks can be played" in capsys.readouterr().out
 
 
 @pytest.mark.needs("bubblewrap")
-def test_a_configuration_is_checked_with_its_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_is_checked_with_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_checks(monkeypatch, "tasks", "episodes")
     write_suite(tmp_path / "tasks")
     options = f'directory = "{tmp_path}/tasks", roots = {{ "python:3.12" = "/", "ubuntu:24.04" = "/" }}'
     (tmp_path / "run.toml").write_text(

@@ -16,11 +16,11 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
 from agentrl.core.records import EpisodeSpec, SeatBinding
 from agentrl.environment.registry import name_of
-from agentrl.formats import runner
-from agentrl.formats.runner import RunnerEnvironment
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import POLICY, Failure, execute_episode
+from agentrl_formats import runner
+from agentrl_formats.runner import RunnerEnvironment
 from agentrl_formats.runners import Inspect, Verifiers
 from tests.unit.episodes import Played, play
 

@@ -21,13 +21,13 @@ from aiohttp import web
 import agentrl
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
 from agentrl.environment.isolated import IsolatedObject, IsolatedObjectError, isolated
-from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
 from agentrl_formats import bfcl, servers
 from agentrl_formats.bfcl import Bfcl, Interfaces, entries, parsed_call
 from agentrl_formats.gem import Gem
 from agentrl_formats.servers import NemoGym, OpenEnv
+from agentrl_formats.session import Call, Session, SessionEnvironment, Start, Step
 from tests.support.served import served
 from tests.unit.episodes import Played
 from tests.unit.episodes import play as play_episode

@@ -20,18 +20,14 @@ from typing import Any
 
 from agentrl import Task, TaskSource
 from agentrl.formats import (
-    Call,
     EnvironmentDefinitionError,
     IsolatedObject,
-    SessionEnvironment,
     Split,
-    Start,
-    Step,
     describe_malformed_call,
     isolated,
     split_tasks,
-    tool_message,
 )
+from agentrl_formats.session import Call, SessionEnvironment, Start, Step, tool_message
 
 CATEGORIES = ("multi_turn_base", "multi_turn_miss_param", "multi_turn_long_context")
 """Categories whose tools stay the same during a task."""

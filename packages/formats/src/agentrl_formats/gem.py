@@ -7,19 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl import Task, TaskSource
-from agentrl.formats import (
-    Call,
-    DrawnTasks,
-    EnvironmentDefinitionError,
-    GameSeedTasks,
-    Session,
-    SessionEnvironment,
-    Split,
-    Start,
-    Step,
-    stated_reward,
-    valid_unicode,
-)
+from agentrl.formats import DrawnTasks, EnvironmentDefinitionError, GameSeedTasks, Split, stated_reward, valid_unicode
+from agentrl_formats.session import Call, Session, SessionEnvironment, Start, Step
 
 
 class Gem(SessionEnvironment):

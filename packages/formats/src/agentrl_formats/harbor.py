@@ -6,6 +6,7 @@ sandbox over the files it left, and write the reward. What an image would have t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import glob
@@ -14,6 +15,7 @@ import math
 import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -456,14 +458,14 @@ class Harbor(ToolEnvironment):
             tasks.append(Task(id=str(found.relative_to(top)), data=data))
         if refusals:
             raise EnvironmentDefinitionError(
-                "Harbor tasks that cannot be honored (`agentrl env import harbor` lists all): "
+                "Harbor tasks that cannot be honored (`python -m agentrl_formats.harbor` lists all): "
                 + "; ".join(refusals[:3])
             )
         return split_tasks(tasks, split, held_out)
 
     @staticmethod
     def refusals(top: Path, roots: Mapping[str, str], *, network: Network) -> dict[str, list[str]]:
-        """Return why each task in a directory cannot be honored, for `agentrl env import harbor`.
+        """Return why each task in a directory cannot be honored, for `python -m agentrl_formats.harbor`.
 
         Raises:
             EnvironmentDefinitionError: there are no tasks.
@@ -594,3 +596,33 @@ def checked_rewards(verdict: Any, declared: Mapping[str, Sequence[float]]) -> di
         if not _is_finite(value) or not low <= value <= high:
             raise ValueError(f"they wrote {name} = {str(value)[:40]}, which is no number from {low:g} to {high:g}")
     return {name: float(value) for name, value in verdict.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print which task directories can be played, and why others cannot; returns 1 if one is refused."""
+    parser = argparse.ArgumentParser(prog="python -m agentrl_formats.harbor", description=main.__doc__)
+    parser.add_argument("directory", type=Path, help="a task directory, or a directory of them")
+    text = "directory with the files of an image, or / for this machine's /usr; may be repeated"
+    parser.add_argument("--root", metavar="IMAGE=DIR", action="append", default=[], help=text)
+    parser.add_argument("--network", choices=["none", "open"], default="none", help="network of the sandboxes")
+    options = parser.parse_args(arguments)
+    roots = {}
+    for pair in options.root:
+        image, equals, directory = pair.rpartition("=")
+        if not equals:
+            parser.error(f"--root {pair}: write IMAGE=DIRECTORY")
+        roots[image] = expand_path(directory)
+    try:
+        refusals = Harbor.refusals(options.directory.expanduser().resolve(), roots, network=options.network)
+    except EnvironmentDefinitionError as error:
+        parser.error(str(error))
+    for name, reasons in refusals.items():
+        lines = [f"{name}: {'refused' if reasons else 'can be played'}", *(f"  {reason}" for reason in reasons)]
+        sys.stdout.writelines(f"{ascii(line)[1:-1]}\n" for line in lines)
+    usable = sum(not reasons for reasons in refusals.values())
+    sys.stdout.write(f"{usable} of {len(refusals)} tasks can be played\n")
+    return 0 if usable == len(refusals) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

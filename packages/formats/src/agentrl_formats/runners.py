@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.formats import RunnerEnvironment
+from agentrl_formats.runner import RunnerEnvironment
 
 PLAYERS = Path(__file__).with_name("players.py")
 

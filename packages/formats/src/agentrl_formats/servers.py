@@ -21,28 +21,22 @@ import aiohttp
 from agentrl import InfrastructureError, Task, TaskSource
 from agentrl.formats import (
     UNCOMPRESSED,
-    Call,
     ChatRequest,
     EnvironmentDefinitionError,
     GameSeedTasks,
     RequestRefusedError,
-    Session,
-    SessionEnvironment,
     Split,
-    Start,
-    Step,
     bounded_repr,
     describe_malformed_call,
     expand_path,
-    message_data,
     outside_event_loop,
     parse_json,
     read_answer,
     read_responses_request,
     split_tasks,
     stated_reward,
-    tool_message,
 )
+from agentrl_formats.session import Call, Session, SessionEnvironment, Start, Step, message_data, tool_message
 
 SECONDS = 60.0
 """Time limit of a request."""

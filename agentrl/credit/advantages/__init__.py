@@ -1,1 +1,0 @@
-"""Advantage estimators, one file per idea; `credit/estimators.py` has their names."""
