@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -63,18 +62,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, also from the processes that tests start, unless `-m gpu` asks for the tests that need one. Choose the
-    seeds of simulated tests by commit, so that each commit tries other schedules, and a rerun the same ones."""
+    """Hide GPUs, also from the processes that tests start, unless `-m gpu` asks for the tests that need one."""
     if not _tests_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if "AGENTRL_SIM_SEEDS" not in os.environ:
-        os.environ.setdefault("AGENTRL_SIM_FIRST", str(_first_seed()))
-
-
-def _first_seed() -> int:
-    git = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout
-    return int(commit[:12] or "0", 16) % 1000
 
 
 def _tests_gpu(config: pytest.Config) -> bool:

@@ -9,9 +9,10 @@ others.
 
 Only an episode that kills its process is dropped. Deaths count in a row: machines fail, and an episode that progresses
 after a death did not cause it. With two deaths in a row an episode is a suspect. A process takes few suspects at once,
-fewer the more deaths they witnessed, so that each death is more informative; an episode that witnessed three more
-deaths than any other that died with it is dropped. There is no circular waiting: a suspect with children in flight
-waits for them in the queue and delays none of them.
+fewer the more deaths they witnessed, so that each death is more informative. An episode that witnessed three more
+deaths than all others that died with it is the likely cause, and dropped the second time; the first time, the cause may
+be an episode that was not suspected yet. There is no circular waiting: a suspect with children in flight waits for them
+in the queue and delays none of them.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ Reply = Callable[[rpc.Reply], None]
 
 MIN_SUSPECT_DEATHS = 2
 """Number of deaths in a row after which an episode is suspected of killing processes."""
-GUILTY_MARGIN = 3
-"""Number of deaths by which an episode must exceed all others present at the last death to be guilty."""
+LIKELY_MARGIN = 3
+"""Number of deaths by which an episode must exceed all others of the dead process to be the likely cause."""
+GUILTY_DEATHS = 2
+"""Number of deaths of which an episode must be the likely cause to be guilty."""
 SPLIT = 4
 """Factor by which each further death lowers the number of suspects in one process."""
 
@@ -64,9 +67,9 @@ class PlacedEpisode:
     resume: bool
     process: WorkerProcess | None = None
     """Process that runs the episode; None while it waits for a process or is being committed."""
-    deaths: set[int] = field(default_factory=set)
+    deaths: dict[int, bool] = field(default_factory=dict)
     """Numbers of the processes that died with the episode since its last progress on disk, without deaths attributed to
-    another."""
+    another, and whether the episode is the death's likely cause."""
     is_parked: bool = False
     deadline: float = float("inf")
     """Deadline of a parked episode; see `rollout.episode.LiveEpisode`."""
@@ -146,7 +149,6 @@ class WorkerPool:
         """Tasks that answer requests of workers."""
         self._awaited: dict[AddressableEngine, asyncio.Task[None]] = {}
         """Tasks that wait for engines without addresses."""
-        """Set when the last episode in flight ends."""
         self._is_cancelling = False
         self._host: EpisodeHost
         self._store: CommitLog
@@ -191,8 +193,7 @@ class WorkerPool:
             await placement.close()
 
     def statuses(self) -> list[ProcessStatus]:
-        receiver = [] if self._receiver is None else [self._receiver.status()]
-        return [*(process.status() for process in self.processes), *receiver]
+        return [part.status() for part in (*self.processes, self._receiver) if part is not None]
 
     # --- the port -----------------------------------------------------------------------------------------------------
 
@@ -336,20 +337,19 @@ class WorkerPool:
         episodes = self._leave(process, *sorted(process.episodes))
         for episode in episodes:
             if not episode.is_parked and not process.is_leaving:  # parked episodes could not have made progress
-                episode.deaths.add(self._deaths)
+                episode.deaths[self._deaths] = False
             episode.resume = True
         if self._is_cancelling:
             return
-        if (killer := _killer(episodes)) is not None:
+        killer = _likely_cause(episodes)
+        if killer is not None and sum(killer.deaths.values()) >= GUILTY_DEATHS:
             episodes.remove(killer)
-            detail = (
-                f"{len(killer.deaths)} worker processes died while it ran, and it got nowhere: it is what killed them"
-            )
+            detail = f"{len(killer.deaths)} worker processes died while it ran, and it made no progress in between"
             self.killers += 1
             self._tell(f"{_name_of(killer)} is dropped as worker_lost: {detail}")
-            for episode in self._episodes.values():
-                if episode is not killer:
-                    episode.deaths -= killer.deaths
+            for death in killer.deaths:
+                for episode in {*self._episodes.values()} - {killer}:
+                    episode.deaths.pop(death, None)
             for worker in self.processes:
                 worker.suspects = {number for number in worker.suspects if self._episodes[number].is_suspect}
             self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail)
@@ -491,11 +491,12 @@ def _name_of(episode: PlacedEpisode) -> str:
     return f"{episode.spec.episode_id} (task {episode.spec.task.id!r})"
 
 
-def _killer(dead: list[PlacedEpisode]) -> PlacedEpisode | None:
-    """Return the episode that witnessed at least `GUILTY_MARGIN` more deaths than every other episode of the dead
-    process; None if there is none."""
-    first = max(dead, key=lambda episode: len(episode.deaths), default=None)
-    runner_up_deaths = max((len(episode.deaths) for episode in dead if episode is not first), default=0)
-    if first is None or runner_up_deaths > 1 or len(first.deaths) < runner_up_deaths + GUILTY_MARGIN:
+def _likely_cause(dead: list[PlacedEpisode]) -> PlacedEpisode | None:
+    """Return the episode that witnessed `LIKELY_MARGIN` more deaths than all others of the dead process, and note this
+    death against it; None if there is none."""
+    counts = sorted((len(episode.deaths) for episode in dead), reverse=True)
+    if sum(counts[:1]) < sum(counts[1:2]) + LIKELY_MARGIN:
         return None
-    return first
+    likely = max(dead, key=lambda episode: len(episode.deaths))
+    likely.deaths[max(likely.deaths)] = True
+    return likely
