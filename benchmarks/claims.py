@@ -1,26 +1,32 @@
 """Whether what README and docs/ say is true: `python -m benchmarks.claims`.
 
-`claims.toml` has a row per claim: a `file`, what it `says` word for word, and what it rests on:
+`claims.toml` has a row per claim: a `file`, what it `says` word for word, and what proves it:
 
-* `tests`: tests that fail if it is false; they exist, and other commands run them;
+* `tests`: tests that fail if it is false; they run;
+* `command`, a regular expression of what it `prints`, and `cpu_seconds`, an upper bound: it runs in an empty directory;
 * `value` and `is`: a constant of the code, or the length of a collection;
+* `source` and `has`: a file of this repository, and texts in it;
 * `generated`: the function of docs/generators/peers.py that writes the sentence from docs/peers.json;
-* `source` and `has`: a file of this repository and what stands in it;
-* `command` and `record`: what measures it, and what it last gave, where and when;
-* `read`: where it stands in another project, with `on`, the date it was read.
+* `quotes`, the address of another project's words, and `on`, the date they were read: nothing here can prove these.
 
-`claims`: rows. `claims_false`: rows whose sentence is not in its file, or which do not hold. `claims_unproved`: rows
-that rest on a record that no command of this repository repeats. `claims_unsourced`: rows that rest on nothing, and
-numbers in README's text that no row covers.
+`claims`: rows. `claims_false`: rows whose sentence is not in its file, or whose proof fails. `claims_quoted`: rows that
+quote. `claims_unsourced`: numbers in README's text that no row covers. A quick run leaves out tests and commands, which
+the suite and a reader run.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,8 +35,8 @@ from benchmarks import parts
 from docs.generators import peers
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("claims", "claims_false", "claims_unproved", "claims_unsourced")
-GROUNDS = ("tests", "value", "generated", "source", "record", "read")
+NAMES = ("claims", "claims_false", "claims_quoted", "claims_unsourced")
+PROOFS = ("tests", "command", "value", "source", "generated", "quotes")
 
 Claim = Mapping[str, Any]
 
@@ -47,64 +53,95 @@ def pages(rows: Sequence[Claim]) -> dict[str, str]:
     return {name: (ROOT / name).read_text(encoding="utf-8") for name in sorted({row["file"] for row in rows})}
 
 
-def false_claims(rows: Sequence[Claim], texts: Mapping[str, str]) -> list[str]:
-    """The claims that are not in their page or do not hold, each with the reason."""
+def unsaid(rows: Sequence[Claim], texts: Mapping[str, str]) -> list[str]:
+    """The claims that their page does not make."""
     words = {name: " ".join(text.split()) for name, text in texts.items()}
-    found = []
-    for row in rows:
-        if " ".join(row["says"].split()) not in words[row["file"]]:
-            found.append(f"{row['file']} does not say: {row['says']}")
-        elif reason := objection(row):
-            found.append(f"{row['file']}: {row['says']}: {reason}")
-    return found
+    return [
+        f"{row['file']} does not say: {row['says']}"
+        for row in rows
+        if " ".join(row["says"].split()) not in words[row["file"]]
+    ]
 
 
-def objection(row: Claim) -> str:
-    """Why a claim does not hold; empty if it does, or if it rests on what was read or measured elsewhere."""
+def contradicted(rows: Sequence[Claim]) -> list[str]:
+    """The claims that the code or a file of the repository contradicts, and those without a proof."""
+    return [f"{row['file']}: {row['says']}: {reason}" for row in rows if (reason := _contradiction(row))]
+
+
+def _contradiction(row: Claim) -> str:
+    if sum(proof in row for proof in PROOFS) != 1 or ("quotes" in row and not row.get("on")):
+        return f"a row has one of {', '.join(PROOFS)}, and a quotation its date"
     for test in row.get("tests", ()):
         path, _, name = test.partition("::")
         file = ROOT / path
-        if not file.exists() or (
-            name and not re.search(rf"^(async )?(def|class) {name}\b|^{name} = ", _text(file), re.M)
-        ):
+        if not file.exists() or not re.search(rf"^(async )?(def|class) {name}\b|^{name} = ", _text(file), re.MULTILINE):
             return f"there is no test {test}"
     if "value" in row:
         module, _, name = row["value"].partition(":")
         value = getattr(importlib.import_module(module), name)
         value = len(value) if hasattr(value, "__len__") and not isinstance(value, str) else value
-        if value != row["is"]:
-            return f"{row['value']} is {value}, not {row['is']}"
-    if "source" in row and row["has"] not in _text(ROOT / row["source"]):
-        return f"{row['source']} lacks {row['has']}"
-    return ""
+        return "" if value == row["is"] else f"{row['value']} is {value}, not {row['is']}"
+    lacking = [text for text in row.get("has", ()) if text not in _text(ROOT / row["source"])]
+    return f"{row['source']} lacks {lacking}" if lacking else ""
 
 
-def unsourced(rows: Sequence[Claim], readme: str) -> list[str]:
-    """Claims that rest on nothing, and the sentences of README with a number that no claim covers."""
-    found = [f"{row['file']}: {row['says']}" for row in rows if not any(row.get(ground) for ground in GROUNDS)]
-    found += [f"{row['says']}: read when?" for row in rows if "read" in row and not row.get("on")]
+def failed_tests(rows: Sequence[Claim], root: Path = ROOT) -> list[str]:
+    """The claims of which a test under `root` fails, is skipped, or does not exist. The tests run, in one process."""
+    tests = sorted({test for row in rows for test in row.get("tests", ())})
+    pytest = (sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *tests)
+    printed = subprocess.run(pytest, cwd=root, capture_output=True, text=True, check=False).stdout if tests else ""
+    outcomes = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (\S+)", printed, re.MULTILINE)
+
+    def failure(test: str) -> str:
+        named = {outcome for outcome, name in outcomes if f"{name}[".startswith((f"{test}[", f"{test}::"))}
+        return "" if named == {"PASSED"} else f"{test}: {', '.join(sorted(named)) or 'did not run'}"
+
+    failures = {test: failure(test) for test in tests}
+    return [
+        f"{row['file']}: {row['says']}: {failures[test]}"
+        for row in rows
+        for test in row.get("tests", ())
+        if failures[test]
+    ]
+
+
+def failed_commands(rows: Sequence[Claim]) -> list[str]:
+    """The claims whose command fails, prints something else, or takes longer. Each command runs once."""
+    wrong = []
+    with tempfile.TemporaryDirectory() as directory:
+        for command in dict.fromkeys(row["command"] for row in rows if "command" in row):
+            status, printed, seconds = _run(command, Path(directory))
+            for row in rows:
+                if row.get("command") != command:
+                    continue
+                if status or not re.search(row["prints"], printed):
+                    wrong.append(f"{row['file']}: {row['says']}: {command} ended with {status}: {printed[-2000:]}")
+                if seconds > row.get("cpu_seconds", seconds):
+                    wrong.append(f"{row['file']}: {row['says']}: {command} took {seconds:.0f} CPU s")
+    return wrong
+
+
+def _run(command: str, directory: Path) -> tuple[int, str, float]:
+    """A command's exit status, what it prints, and its CPU seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    (directory / "examples").unlink(missing_ok=True)
+    (directory / "examples").symlink_to(ROOT / "examples")
+    ended = subprocess.run(
+        shlex.split(command), cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return ended.returncode, ended.stdout + ended.stderr, seconds
+
+
+def unsourced(rows: Iterable[Claim], readme: str) -> list[str]:
+    """The words with a number in README's text that no claim covers."""
     prose = " ".join(re.sub(r"^```.*?^```$|\]\([^)]*\)|`[^`]*`", " ", readme, flags=re.DOTALL | re.MULTILINE).split())
     covered = " ".join(row["says"] for row in rows if row["file"] == "README.md")
     covered = " ".join(re.sub(r"\]\([^)]*\)|`[^`]*`", " ", covered).split())
     numbers = {match[0] for match in re.finditer(r"[^ ]*\d[^ ]*", prose)}
-    return found + [f"README.md: nothing covers {word}" for word in sorted(numbers) if word not in covered]
-
-
-def unproved(rows: Sequence[Claim]) -> list[str]:
-    """The claims that rest on a record alone, and name no command of this repository that repeats it."""
-    return [row["says"] for row in rows if "record" in row and not is_command(row.get("command", ""))]
-
-
-def is_command(command: str) -> bool:
-    """Whether a command is one of this repository: a target of the Makefile, a benchmark, or one of `agentrl`."""
-    match command.split():
-        case ["make", target]:
-            return re.search(rf"^{re.escape(target)}:", _text(ROOT / "Makefile"), re.MULTILINE) is not None
-        case ["python", "-m", module, *_]:
-            return (ROOT / f"{module.replace('.', '/')}.py").exists()
-        case ["agentrl", *_]:
-            return True
-    return False
+    return [f"README.md: nothing covers {word}" for word in sorted(numbers) if word not in covered]
 
 
 @cache
@@ -113,16 +150,17 @@ def _text(path: Path) -> str:
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    del quick
     rows = claims()
     texts = pages(rows)
-    wrong, without = false_claims(rows, texts), unsourced(rows, texts["README.md"])
-    alone = unproved(rows)
-    print("\n".join([*wrong, *without, *alone]))
+    wrong = unsaid(rows, texts) + contradicted(rows)
+    if not quick:
+        wrong += failed_tests(rows) + failed_commands(rows)
+    without = unsourced(rows, texts["README.md"])
+    print("\n".join([*wrong, *without]))
     return {
         "claims": len(rows),
         "claims_false": len(wrong),
-        "claims_unproved": len(alone),
+        "claims_quoted": sum("quotes" in row for row in rows),
         "claims_unsourced": len(without),
     }
 
