@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, assert_never, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from agentrl.core import ids
 from agentrl.core.holds import AdmissionWait
@@ -41,17 +41,6 @@ StopReason = Literal["completed", "max_tokens", "max_turns", "context_length", "
 
 TRUNCATED = "truncated"
 """Drop reason of units of truncated episodes: `Environment.truncated_reward = None`."""
-
-
-def is_cut(reason: FinishReason) -> bool:
-    """Whether the token limit ended a completion that the policy would have continued."""
-    match reason:
-        case "length":
-            return True
-        case "stop" | "abort":
-            return False
-        case _:
-            assert_never(reason)
 
 
 def find_finish_reason(text: object) -> FinishReason | None:
@@ -280,7 +269,7 @@ class Turn:
     def is_cut(self) -> bool:
         """Whether a limit on tokens ended the turn before the policy did: `sampling.max_tokens`, the `max_tokens` of
         `act` or of a request, or a full context."""
-        return is_cut(getattr(self.completion, "finish_reason", "stop"))  # a test of a scorer may have no completion
+        return getattr(self.completion, "finish_reason", "stop") == "length"  # a test of a scorer may have none
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

@@ -24,6 +24,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from agentrl.core.records import ToolCall, ToolSpec
@@ -262,11 +263,18 @@ def _outside(text: str, value: str, marks: Sequence[str], at: int) -> int:
         marks: the marks.
         at: where to begin, outside a value.
     """
-    pattern = f"{value}|({'|'.join(map(re.escape, marks))})"
-    return next((match.start() for match in re.compile(pattern, re.DOTALL).finditer(text, at) if match[1]), len(text))
+    for match in _marks_and_values(value, *marks).finditer(text, at):
+        if match[1]:
+            return match.start()
+    return len(text)
 
 
-_JSON_STRING = r'"(?:[^"\\]|\\.)*+"'
+@lru_cache(maxsize=64)
+def _marks_and_values(value: str, *marks: str) -> re.Pattern[str]:
+    return re.compile(f"{value}|({'|'.join(map(re.escape, marks))})", re.DOTALL)
+
+
+_JSON_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 
 
 class Grammar(NamedTuple):
@@ -296,19 +304,20 @@ def _blocks(text: str, marks: tuple[str, str], grammar: Grammar, tools: Sequence
         return text, ()
     content = [text[:at]]
     calls: list[ToolCall] = []
+    size, before, behind = len(text), len(begin), len(end)
     while at >= 0 and len(calls) < MAX_CALLS:
-        start = at + len(begin)
-        stop = grammar.find(text, [end or begin], start)
-        after = stop + len(end)
+        start = at + before
+        stop = grammar.find(text, (end or begin,), start)
+        after = stop + behind
         raw = text[start:stop].strip(SPACE)
         block_calls = grammar.read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
-        if stop == len(text) and grammar.is_cut(raw):
+        if stop == size and grammar.is_cut(raw):
             block_calls = [*block_calls[:-1], (block_calls[-1][0], None)]
         calls += [
             _call(n, raw, named_call) for n, named_call in enumerate(block_calls[: MAX_CALLS - len(calls)], len(calls))
         ]
         at = text.find(begin, after)
-        content.append(text[after : at if at >= 0 else len(text)])
+        content.append(text[after : at if at >= 0 else size])
     if at >= 0:
         content.append(text[at:])
     return "".join(content).strip(SPACE), tuple(calls)

@@ -464,7 +464,8 @@ async def run_tool(
 
     def invoke() -> str | Awaitable[str]:
         result = bound.arguments.call(method, arguments)
-        return observed(result) if inspect.isawaitable(result) else observation_of(result, where)
+        is_plain = type(result) in (str, int, float, bool, dict, list) or not inspect.isawaitable(result)
+        return observation_of(result, where) if is_plain else observed(result)
 
     async def invoke_async() -> str:
         return observation_of(await bound.arguments.call(method, arguments), where)
@@ -674,13 +675,12 @@ class ToolEnvironment(Environment):
         try:
             tools = await self._all_tools(ctx, connections)
             agent = ctx.agent(self.seats[0], tools=tuple(bound.spec for bound in tools.values()))
-            prompt = self.prompt(ctx.task)
-            observations = prompt_messages(type(self), prompt)
+            observations = prompt_messages(type(self), self.prompt(ctx.task))
             try:
                 while observations:
                     turn = await agent.act(*observations, state=self.anchor_state())
                     truncated = turn.is_cut
-                    observations = await run_tools(ctx, self, tools, turn.tool_calls)
+                    observations = await run_tools(ctx, self, tools, () if truncated else turn.message.tool_calls)
                     if observations:
                         await self.between_turns(ctx)
             except LimitReachedError as limit:

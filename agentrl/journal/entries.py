@@ -19,6 +19,7 @@ import functools
 import hashlib
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -381,9 +382,8 @@ _DECODER: msgspec.msgpack.Decoder[EntryBody] = msgspec.msgpack.Decoder(EntryBody
 _PARTIAL = msgspec.msgpack.Decoder(PartialTurnTokens)
 
 
-def encode_body(body: EntryBody) -> bytes:
-    """Encode an entry body."""
-    return _ENCODER.encode(body)
+encode_body: Callable[[EntryBody], bytes] = _ENCODER.encode
+"""Encodes an entry body."""
 
 
 def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
@@ -403,18 +403,10 @@ def decode_entries(entries: Iterable[JournalEntry]) -> list[EntryBody]:
     return bodies
 
 
-def encode_partial_turn(partial: PartialTurnTokens) -> bytes:
-    """Encode a partial."""
-    return _ENCODER.encode(partial)
-
-
-def decode_partial_turn(body: bytes) -> PartialTurnTokens:
-    """Decode a partial.
-
-    Raises:
-        msgspec.MsgspecError: the bytes do not have this format.
-    """
-    return _PARTIAL.decode(body)
+encode_partial_turn: Callable[[PartialTurnTokens], bytes] = _ENCODER.encode
+"""Encodes a partial."""
+decode_partial_turn: Callable[[bytes], PartialTurnTokens] = _PARTIAL.decode
+"""Decodes a partial. Raises `msgspec.MsgspecError` if the bytes do not have this format."""
 
 
 def sum_by_key(values: Iterable[tuple[Key, float]]) -> dict[Key, float]:
@@ -454,12 +446,17 @@ def add_group_scores(header: EpisodeHeader, scores: Sequence[GroupScores]) -> Ep
 # --- hashes and checksums ---------------------------------------------------------------------------------------------
 
 
-def request_hash(*parts: bytes) -> bytes:
-    """Hash a new question: 8 bytes of blake2b."""
+def framed(*parts: bytes) -> bytes:
+    """Join parts, each behind its length."""
     data = b""
     for part in parts:
         data += len(part).to_bytes(4, "little") + part
-    return hashlib.blake2b(data, digest_size=8).digest()
+    return data
+
+
+def request_hash(*parts: bytes, opening: bytes = b"") -> bytes:
+    """Hash a new question: 8 bytes of blake2b. `opening`: parts that come first, as `framed` joins them."""
+    return hashlib.blake2b(opening + framed(*parts), digest_size=8).digest()
 
 
 def gigpo_state_hash(state: str | None, messages: Iterable[Message]) -> bytes:

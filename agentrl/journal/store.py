@@ -162,7 +162,8 @@ class SqliteTurnLog:
         """
         check_entry_size(entry)
         self._writer.put(self.database, ("entries", entry))
-        self._record_progress(entry.episode_id)
+        if self._taken_over:
+            self._record_progress(entry.episode_id)
 
     def store_routing(self, episode_id: str, attempt: int, routing: bytes) -> RoutingReference:
         return self._routing.put(episode_id, attempt, routing)
@@ -204,11 +205,10 @@ class SqliteTurnLog:
 
     def _left_by_killed_writers(self) -> list[Path]:
         """Return the other partitions without a living writer that were written since `_discard_unpublished`."""
-        this_path = self.database.path
         return [
             path
-            for path in sorted(this_path.parent.glob("turns-*.db"))
-            if path.name != this_path.name
+            for path in sorted(self.database.path.parent.glob("turns-*.db"))
+            if path.name != self.name
             and _log_state(path) != self._discarded_attempts.get(path.name)
             and find_writing_process(path.parent, path.with_suffix(".lock").name) is None
         ]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from agentrl.core.holds import HoldKind
-from agentrl.core.text import plural
+from agentrl.core.text import escape_line, plural
 from agentrl.observe.metrics import RESOURCE_ERROR, TOOL_ERROR
 
 if TYPE_CHECKING:
@@ -181,9 +181,9 @@ class ActivityClock:
             totals[activity] = tally.seconds
             totals[activity + ANY] = tally.seconds_of_any
             totals[activity + MOST] = float(tally.most)
-        totals |= {f"{CALLED}{name}": float(count) for name, count in self._called.items()}
-        totals |= {FAILED + "\n".join(key): float(count) for key, count in self._failed.items()}
-        totals |= {f"{IN_A_ROW}{name}": float(count) for name, count in self._in_a_row.items()}
+        totals |= {f"{CALLED}{escape_line(name)}": float(count) for name, count in self._called.items()}
+        totals |= {FAILED + "\n".join(map(escape_line, key)): float(count) for key, count in self._failed.items()}
+        totals |= {f"{IN_A_ROW}{escape_line(name)}": float(count) for name, count in self._in_a_row.items()}
         return totals | {f"{BLOCKED}{place}": seconds for place, seconds in dict(self._blocked).items()}
 
 

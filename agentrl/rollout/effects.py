@@ -35,7 +35,7 @@ from agentrl.core.errors import (
 from agentrl.core.event_loop import CALL_THREADS
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import ProposalNovelty
-from agentrl.core.text import escape_line, shorten_lines, valid_unicode
+from agentrl.core.text import shorten_lines, valid_unicode
 from agentrl.environment.containment import GlobalRandomState, call_with_random_state, keep_episode_in_thread
 from agentrl.environment.context import (
     Guarantee,
@@ -126,8 +126,8 @@ async def perform_effect(
 def count_call(episode: LiveEpisode, name: str, error: str | None, metric: str, place: str = "") -> None:
     """Count a call of the user's code for the alarm `always_fails`, with its error, the metric that counts its failures
     and the place that raised it."""
-    text = None if error is None else escape_line(f"{shorten_lines(error, 200)}{f' at {place}' if place else ''}")
-    episode.services.activity.count_call(escape_line(name), text, metric)
+    text = None if error is None else f"{shorten_lines(error, 200)}{f' at {place}' if place else ''}"
+    episode.services.activity.count_call(name, text, metric)
 
 
 async def _outcome(

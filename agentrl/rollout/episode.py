@@ -23,7 +23,7 @@ from agentrl.core.event_loop import frame_location, suspended_frames
 from agentrl.core.ports import SamplingParams
 from agentrl.environment.context import EpisodeLimits
 from agentrl.journal.entries import SeatSettings
-from agentrl.rollout.calls.journal import current_strand
+from agentrl.rollout.calls.journal import running_strand
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
@@ -210,9 +210,9 @@ class LiveEpisode:
     """Notes on a committed episode: a failed program, or how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None
     """Metrics that belong to no particular agent."""
-    _num_waits: int = 0
+    num_waits: int = 0
     """Number of waits that `waiting_for` counts now."""
-    _is_open: bool = True
+    is_open: bool = True
 
     def __post_init__(self) -> None:
         self.services.activity.change("environment", 1)
@@ -270,38 +270,20 @@ class LiveEpisode:
         """Count a wait of the program within the context; without any, it is in its own code and tools."""
         return ActivityWait(self, activity)
 
-    def begin_wait(self, activity: Activity) -> None:
-        """Begin a wait of the program."""
-        clock = self.services.activity
-        if self._is_open and not self._num_waits:
-            clock.switch("environment", activity)
-        else:
-            clock.change(activity, 1)
-        self._num_waits += 1
-
-    def end_wait(self, activity: Activity) -> None:
-        """End a wait of the program."""
-        clock = self.services.activity
-        self._num_waits -= 1
-        if self._is_open and not self._num_waits:
-            clock.switch(activity, "environment")
-        else:
-            clock.change(activity, -1)
-
     def close(self) -> None:
         """Drop the agents, which refer to the episode, at the end of the attempt."""
-        if self._is_open and not self._num_waits:
+        if self.is_open and not self.num_waits:
             self.services.activity.change("environment", -1)
-        self._is_open = False
+        self.is_open = False
         self.agents = ()
         if self.scores is not None:
             self.scores.close()
             self.scores = None
 
     def speaker(self, strand: Strand | None = None) -> EpisodeAgent | None:
-        """Return the agent that acted last on a strand; default: the calling strand."""
-        number = (strand or current_strand()).speaker
-        return None if number is None else self.agents[number]
+        """Return the agent that acted last on a strand; default: the running strand."""
+        strand = strand or running_strand()
+        return None if strand is None or strand.speaker is None else self.agents[strand.speaker]
 
     def deadline(self) -> float:
         """Return the policy's step at which the episode's oldest tokens become too old; infinite before the first
@@ -348,11 +330,21 @@ class ActivityWait:
         self._activity = activity
 
     def __enter__(self) -> Self:
-        self._episode.begin_wait(self._activity)
+        episode = self._episode
+        if episode.is_open and not episode.num_waits:
+            episode.services.activity.switch("environment", self._activity)
+        else:
+            episode.services.activity.change(self._activity, 1)
+        episode.num_waits += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._episode.end_wait(self._activity)
+        episode = self._episode
+        episode.num_waits -= 1
+        if episode.is_open and not episode.num_waits:
+            episode.services.activity.switch(self._activity, "environment")
+        else:
+            episode.services.activity.change(self._activity, -1)
 
     def count_turn(self, tokens: int) -> None:
         """Count the tokens of a call that has returned."""
@@ -421,17 +413,13 @@ class TimeLimit:
             self._remaining_s = max(self._deadline - self._loop.time(), 0.0)
         self._pauses += 1
 
-    def resume(self) -> None:
+    def resume(self, *raised: object) -> None:
         """Let the clock run, unless another `pause` is open."""
         self._pauses -= 1
         if not self._pauses:
             self._set_deadline()
 
-    def __enter__(self) -> None:
-        self.pause()
-
-    def __exit__(self, *raised: object) -> None:
-        self.resume()
+    __enter__, __exit__ = pause, resume
 
     def end(self) -> None:
         """Stop the timer after the program has ended."""

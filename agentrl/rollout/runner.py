@@ -214,7 +214,7 @@ class EpisodeRunner:
                 )
         journal = CallJournal(self._log, spec.episode_id, spec.attempt, prefix, seed=spec.seed, on_new=on_new)
         resumed = journal.written > 0
-        journal.detects_draws = bool(prefix) or self._check_counts[environment] < CHECKED_EPISODES
+        journal.detects_draws = not prefix.is_empty or self._check_counts[environment] < CHECKED_EPISODES
         self._check_counts[environment] += 1
         begin_strand(journal.enter(ids.ROOT_STRAND))
         began_under = self._begin(journal, spec, environment, recalls_from)

@@ -119,6 +119,8 @@ class JournaledCall(msgspec.Struct, eq=False):
     """As `UnansweredEntry.suspensions`."""
     state: Any = None
     """As `UnansweredEntry.state`."""
+    edits: Sequence[Mapping[str, Any]] = ()
+    """Messages with which a fork replaces those of the call."""
 
     @property
     def request_hash(self) -> bytes:
@@ -205,12 +207,12 @@ class CallJournal:
         """Whether the episode fails if its code draws from global random generators that are not its own."""
         self.written = 0
         self._key = (seed, attempt)
-        self._recorded = prefix or NOTHING_RECORDED
+        self._recorded = NOTHING_RECORDED if prefix is None or prefix.is_empty else prefix
         self._on_new = on_new
         self._named: dict[str, set[str]] = _NONE
         """Ids of the calls named by their content so far, keyed by the part that their content determines."""
         # A new attempt has no recording to differ from.
-        stray = self._stray if self._recorded else ReplayMismatchError
+        stray = ReplayMismatchError if self._recorded.is_empty else self._stray
         self.order = ReplayOrder(self._recorded.numbered(), stray)
         for entry in self._recorded.own:
             self._count(entry)
@@ -253,7 +255,7 @@ class CallJournal:
             asyncio.CancelledError: the call was cancelled, or the episode has ended.
         """
         try:
-            if self.is_ending:
+            if self._stopped or self.failure is not None:
                 await self._wait_for_the_end()
             call = self.open(question, describe)
             del question  # a call in flight holds no more than it needs
@@ -262,26 +264,24 @@ class CallJournal:
             strand.inside += 1
             try:
                 if repeats is None:
-                    if call.waits:
-                        await self.reach(call, describe)
-                    if call.recorded is not None:
-                        return self.recall(call, kind)
-                    self.end_at_new(call.call_id, "a new call")
-                with CallExecution(strand, memoised, limit):
-                    entry = await do(call)
-                if repeats and (call.recorded is not None or self.order.next_id is not None):
-                    await self.reach(call, describe)  # the code may have made calls
-                    if call.recorded is not None:
-                        recorded = self.recall(call, kind)
-                        if (difference := repeats(recorded, entry)) is not None:
-                            self.mismatch(call.call_id, *difference)
+                    if call.waits and (recorded := await self.reach(call, describe, kind)) is not None:
                         return recorded
+                    if self._on_new is not None:
+                        self.end_at_new(call.call_id, "a new call")
+                if memoised is None and limit is None:
+                    entry = await do(call)
+                else:
+                    with CallExecution(strand, memoised, limit):
+                        entry = await do(call)
+                is_replayed = call.recorded is not None or self.order.queue  # the code may have made calls
+                if repeats and is_replayed and (recorded := await self.reach(call, describe, kind)) is not None:
+                    if (difference := repeats(recorded, entry)) is not None:
+                        self.mismatch(call.call_id, *difference)
+                    return recorded
                 self.record(call, entry)  # type: ignore[arg-type]
                 return entry
             except (asyncio.CancelledError, LimitReachedError) as end:
-                if recalled is not None and call.has_ended and isinstance(call.recorded, UnansweredEntry):
-                    recalled(call.recorded)
-                raise await self._end_without_value(call, end)  # noqa: B904 - the same one, or one of the limit
+                raise await self._end_without_value(call, end, recalled)  # noqa: B904 - the same one, or one of the limit
             finally:
                 strand.inside -= 1
         except (EffectError, LimitReachedError):
@@ -331,7 +331,7 @@ class CallJournal:
                 f"ctx or an agent of episode {self._episode_id} was used inside {strand.memoised}, which is not run "
                 "again on re-execution. Use them before or after it"
             )
-        if self.is_ending:
+        if self._stopped or self.failure is not None:
             raise asyncio.CancelledError
         if self._cancelled_calls:
             self.settle()
@@ -340,16 +340,17 @@ class CallJournal:
         number = strand.calls
         strand.calls = number + 1
         call_id = ids.call_id(strand.path, number)
-        if not self._recorded:
+        if self._recorded.is_empty:
             return JournaledCall(call_id, question, None, strand, number, len(self.order.strands) > 1)
         entry = self._recorded.get(call_id)
         strand.use(self._recorded.keys.get(entry.episode_id, self._key) if entry else self._key)
         if entry is None:
             entry = self._recorded.answers.get(call_id)
+        edits = self._recorded.edits.get(call_id, ())
         if entry is None:
-            return JournaledCall(call_id, question, None, strand, number)
-        is_inherited = entry.episode_id != self._episode_id
-        call = JournaledCall(call_id, question, entry.decode(), strand, number, True, entry.request_hash, is_inherited)
+            return JournaledCall(call_id, question, None, strand, number, edits=edits)
+        is_inherited, asked = entry.episode_id != self._episode_id, entry.request_hash
+        call = JournaledCall(call_id, question, entry.decode(), strand, number, True, asked, is_inherited, edits=edits)
         if isinstance(question, bytes):
             self._compare(call, describe)
         return call
@@ -432,12 +433,14 @@ class CallJournal:
         same = (each.call_id for each in recorded.named(prefix) if each.call_id not in used and asks(each))
         call_id = next(same, "") or next(name for n in count() if (name := f"{prefix}{n}") not in used)
         used.add(call_id)
-        self._check_open(call_id)
+        if self._ended:
+            self._refuse(call_id)
         if self._stopped:
             raise asyncio.CancelledError
         inherited, answer = recorded.get(call_id), recorded.answers.pop(call_id, None)
         entry = inherited or (None if answer is None or answer.request_hash != digest else answer)
-        call = JournaledCall(call_id, digest, entry.decode() if entry else None, is_inherited=inherited is not None)
+        body, edits = entry.decode() if entry else None, recorded.edits.get(call_id, ())
+        call = JournaledCall(call_id, digest, body, is_inherited=inherited is not None, edits=edits)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ORDER_S):
                 while (inherited or not entry) and recorded.first_inherited(prefix) not in (None, inherited):
@@ -493,12 +496,8 @@ class CallJournal:
 
     # --- the steps of a call ------------------------------------------------------------------------------------------
 
-    def edits_at(self, call_id: str) -> Sequence[Mapping[str, Any]]:
-        """Return the messages with which a fork replaces those of a call; usually none."""
-        return self._recorded.edits.get(call_id, ())
-
-    async def reach(self, call: JournaledCall, describe: Callable[[], str]) -> None:
-        """Wait until the call is due: replay has reached it or, if it is new, has finished.
+    async def reach(self, call: JournaledCall, describe: Callable[[], str], kind: type[Body]) -> Body | None:
+        """Wait until the call is due: replay has reached it or, if it is new, has finished. Returns its recorded body.
 
         Raises:
             asyncio.CancelledError: the call is cancelled, now or in the journal.
@@ -512,6 +511,7 @@ class CallJournal:
         if self._stopped:
             raise asyncio.CancelledError
         self._compare(call, describe)
+        return None if call.recorded is None else self.recall(call, kind)
 
     async def _reach_end(self, call: JournaledCall, entry: UnansweredEntry, *, cancelled: bool = False) -> NoReturn:
         """Raise the recorded end of a call where it is due."""
@@ -559,7 +559,10 @@ class CallJournal:
         return call.recorded
 
     async def _end_without_value(
-        self, call: JournaledCall, end: asyncio.CancelledError | LimitReachedError
+        self,
+        call: JournaledCall,
+        end: asyncio.CancelledError | LimitReachedError,
+        recalled: Callable[[UnansweredEntry], None] | None,
     ) -> asyncio.CancelledError | LimitReachedError:
         """Record and return the end of a call that was cancelled, refused or cut; raised here, it would be in a cycle.
 
@@ -568,6 +571,8 @@ class CallJournal:
             asyncio.CancelledError: it was cancelled when it was recorded.
             ReplayMismatchError: it ended otherwise when it was recorded.
         """
+        if recalled is not None and call.has_ended and isinstance(call.recorded, UnansweredEntry):
+            recalled(call.recorded)
         if call.has_ended or self._stopped:
             return end
         if self.failure is not None:  # whatever ends a call after the episode's end, the end cancels it
@@ -614,28 +619,27 @@ class CallJournal:
             ReplayMismatchError: the journal has a hole where this entry belongs.
             AgentRLError: the episode has failed.
         """
-        self._check_open(call.call_id)
+        if self._ended:
+            self._refuse(call.call_id)
         if self.failure is not None:
             raise asyncio.CancelledError  # calls after a failure are not recorded
         if self._cancelled_calls:
             self.settle()
         if self._on_new is not None:
             self.end_at_new(call.call_id, describe_entry(body))
-        if self._recorded:
+        if not self._recorded.is_empty:
             self._check_no_later(call, body)
-        if isinstance(body, TurnEntry):
+        if type(body) is TurnEntry:
             body = move_routing(body, self._log, self._episode_id, self._attempt)
-        is_asked = isinstance(call.question, bytes) or not isinstance(body, UnansweredEntry)
-        asked = call.request_hash if is_asked else b""
+        asked = call.question if type(call.question) is bytes else b""  # a call may be cancelled before it asks
         entry = JournalEntry(self._episode_id, self._attempt, call.call_id, asked, encode_body(body))
         self._log.append(entry)
         self._count(entry)
 
-    def _check_open(self, call_id: str) -> None:
-        if self._ended:
-            raise UnstructuredConcurrencyError(
-                f"episode {self._episode_id}, call {call_id}: the episode ended while the call was waiting"
-            )
+    def _refuse(self, call_id: str) -> NoReturn:
+        raise UnstructuredConcurrencyError(
+            f"episode {self._episode_id}, call {call_id}: the episode ended while the call was waiting"
+        )
 
     def _check_no_later(self, call: JournaledCall, body: EntryBody) -> None:
         """Refuse an entry where a later call of its strand is recorded.
@@ -868,11 +872,6 @@ class CallJournal:
     def is_stopped(self) -> bool:
         """Whether the episode was cancelled from outside."""
         return self._stopped
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the program may make no further call."""
-        return self._stopped or self.failure is not None
 
     # --- differences --------------------------------------------------------------------------------------------------
 
@@ -1132,7 +1131,7 @@ class Prefix:
         regraded: whether the program's rewards are left out, and given again.
     """
 
-    __slots__ = ("_entries", "_is_filled", "answers", "edits", "forked_from", "is_regraded", "keys", "own", "regraded")
+    __slots__ = ("_entries", "answers", "edits", "forked_from", "is_empty", "is_regraded", "keys", "own", "regraded")
 
     def __init__(
         self,
@@ -1168,11 +1167,8 @@ class Prefix:
         self.regraded = set(filter(ids.has_call_number, rewards)) if regraded else _NONE_LEFT
         """Ids of the rewards that are left out."""
         self._entries = {call_id: entry for call_id, entry in calls.items() if call_id not in self.regraded} or _NONE
-        self._is_filled = bool(entries or self.answers or self.edits)
-
-    def __bool__(self) -> bool:
-        """Whether anything was recorded, also if it has returned."""
-        return self._is_filled
+        self.is_empty = not (entries or self.answers or self.edits)
+        """Whether nothing was recorded."""
 
     def numbered(self) -> Iterator[str]:
         """Yield the ids of calls that return in order, in the order in which they were appended."""
@@ -1227,11 +1223,12 @@ class ReplayOrder:
         stray: makes the error of a recorded call that the code no longer makes.
     """
 
-    __slots__ = ("_dismissed_strands", "_is_looking", "_queue", "_remaining_ids", "_stray", "_waiting", "strands")
+    __slots__ = ("_dismissed_strands", "_is_looking", "_remaining_ids", "_stray", "_waiting", "queue", "strands")
 
     def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
-        self._queue = deque(recorded) or _NO_QUEUE
-        self._remaining_ids = set(self._queue) or _NONE_LEFT
+        self.queue = deque(recorded) or _NO_QUEUE
+        """Ids of the recorded calls that have not returned."""
+        self._remaining_ids = set(self.queue) or _NONE_LEFT
         self._stray: Callable[[str], Exception] = stray
         self.strands: list[Strand] = []
         """Open strands."""
@@ -1243,7 +1240,7 @@ class ReplayOrder:
     @property
     def next_id(self) -> str | None:
         """Recorded call that returns next; None if all have returned."""
-        return self._queue[0] if self._queue else None
+        return self.queue[0] if self.queue else None
 
     def has_under(self, path: str) -> bool:
         """Whether a recorded call of a strand, or of strands it started, has not returned yet."""
@@ -1251,9 +1248,9 @@ class ReplayOrder:
 
     def after(self, path: str, number: int) -> str | None:
         """Return the next recorded call of a strand after call `number`; None if there is none left."""
-        if not self._queue:
+        if not self.queue:
             return None
-        calls = (call_id.rpartition("#") for call_id in self._queue)
+        calls = (call_id.rpartition("#") for call_id in self.queue)
         return next(
             (f"{strand_path}#{n}" for strand_path, _, n in calls if strand_path == path and int(n) > number), None
         )
@@ -1296,8 +1293,8 @@ class ReplayOrder:
         """Record that a call has returned."""
         if call_id in self._remaining_ids:
             self._remaining_ids.discard(call_id)
-            while self._queue and self._queue[0] not in self._remaining_ids:
-                self._queue.popleft()
+            while self.queue and self.queue[0] not in self._remaining_ids:
+                self.queue.popleft()
             for strand in [strand for strand in self._dismissed_strands if not self.has_under(strand.path)]:
                 self._cancel(strand)
             self.look()
@@ -1305,9 +1302,9 @@ class ReplayOrder:
     def is_due(self, strand: Strand, number: int) -> bool:
         """Whether call `number` of a strand may continue: the next recorded call is this one, or happened inside it, or
         there is none."""
-        if not self._queue:
+        if not self.queue:
             return True
-        path, call_id = strand.path, self._queue[0]
+        path, call_id = strand.path, self.queue[0]
         if not _is_under(call_id, path):
             return False
         suffix = call_id[len(path) + 1 :]
@@ -1328,7 +1325,7 @@ class ReplayOrder:
         """
         if len(self.strands) == 1:
             if not self.is_due(strand, number):
-                raise self._stray(self._queue[0])
+                raise self._stray(self.queue[0])
             return
         gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._waiting is _NO_WAITERS:
@@ -1362,12 +1359,12 @@ class ReplayOrder:
         if not all(strand.owner or (strand.task and strand.task.cancelling()) for strand in self.strands):
             return
         due_strands = [strand for strand, (number, _) in self._waiting.items() if self.is_due(strand, number)]
-        if self._queue and due_strands:
+        if self.queue and due_strands:
             due_strands = [max(due_strands, key=lambda strand: len(strand.path))]
         for strand in due_strands:
             self._wake(strand, None)
         if not due_strands and self._waiting and all(strand.is_blocked for strand in self.strands):
-            self._wake(next(iter(self._waiting)), self._stray(self._queue[0]))
+            self._wake(next(iter(self._waiting)), self._stray(self.queue[0]))
 
     def _wake(self, strand: Strand, error: Exception | None) -> None:
         _, gate = self._waiting.pop(strand)

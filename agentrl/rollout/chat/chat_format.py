@@ -561,7 +561,9 @@ class TemplateChatFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
-        ids = _as_list(token_ids)
+        return self._text_of(_as_list(token_ids))
+
+    def _text_of(self, ids: list[int]) -> str:
         decoded_ids, text = self._last_decoded
         if ids != decoded_ids:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -574,8 +576,8 @@ class TemplateChatFormat:
         visible_ids = [token for token in ids if token not in silent]
         ending_text = self._endings.get(ids[-1]) if len(visible_ids) == len(ids) - 1 else None
         if ending_text is None:
-            return self.decode(visible_ids)
-        return self.decode(ids).removesuffix(ending_text)  # the journal needs the decoded text anyway
+            return self._text_of(visible_ids)
+        return self._text_of(ids).removesuffix(ending_text)  # the journal needs the decoded text anyway
 
     def encode(self, text: str, context: Sequence[int] = ()) -> list[int]:
         """Return the token ids of text as the template would tokenize it; control tokens are recognized."""
@@ -603,7 +605,7 @@ class TemplateChatFormat:
         """Explain why the text of `token_ids` would be tokenized differently: invalid UTF-8, or other merges; None if
         it would not."""
         ids = _as_list(token_ids)
-        text = self.decode(ids)
+        text = self._text_of(ids)
         if self.encode(text, context) == ids:
             return None
         return "undecodable" if "\ufffd" in text else "retokenised"
@@ -1114,11 +1116,9 @@ class TokenizedTextCache:
 
     def __init__(self, characters: int) -> None:
         self._ids_by_text: dict[str, array[int]] = {}
+        self.get: Callable[[str], Sequence[int] | None] = self._ids_by_text.get
+        """Returns the tokens of a text; None if they are not in the cache."""
         self._room = self._limit = characters
-
-    def get(self, text: str) -> Sequence[int] | None:
-        """Return the tokens of a text; None if they are not in the cache."""
-        return self._ids_by_text.get(text)
 
     def keep(self, text: str, token_ids: Sequence[int]) -> Sequence[int]:
         """Cache the tokens of a text, unless it is too long; returns them."""

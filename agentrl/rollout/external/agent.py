@@ -38,7 +38,7 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import stable_hash64
-from agentrl.core.records import Message, is_cut
+from agentrl.core.records import Message
 from agentrl.core.reply_formats import UNWRITTEN_ID
 from agentrl.core.text import common_prefix_length, plural, shorten_lines
 from agentrl.core.tokens import Completion, KeptCount, Tokens
@@ -302,8 +302,7 @@ class ExternalAgent(TurnRecorder):
         """Sample a reply, or return the one with which a fork replaces it."""
         row, opening = placement.row.number, placement.opening()
         sample = partial(sampler.sample, call, placement.context(), row, opening, sampled_before=self._sampled)
-        edits = self._episode.journal.edits_at(call.call_id)
-        if not edits:
+        if not call.edits:
             completion = self._cut(await sample(sampling=sampling), request.stop)
             is_partial = completion.kept is not None and KeptCount.MISSING in completion.kept.counts
             return completion.lost(masked=self._count_untrained(sampling, lacks_sets=is_partial))
@@ -311,7 +310,7 @@ class ExternalAgent(TurnRecorder):
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
         completion = await sample(sampling=one)
         context = array("i", placement.context_ids)
-        token_ids = self._settings.chat_format.write_reply(str(edits[-1]["content"]), context, request.tools)
+        token_ids = self._settings.chat_format.write_reply(str(call.edits[-1]["content"]), context, request.tools)
         tokens = Tokens.of_version(np.array(token_ids, np.int32), completion.spans[-1].version)
         return Completion.of(tokens, "stop", completion.cached_tokens)
 
@@ -403,7 +402,7 @@ class ExternalAgent(TurnRecorder):
         read = message if tools or refusal is not None else chat_format.parse(token_ids, context=context)
         if isinstance(named, Message) and any(tool_call.form for tool_call in named.tool_calls):
             read = named
-        self._count_reply(read, completion, tools, is_cut=is_cut(completion.finish_reason))
+        self._count_reply(read, completion, tools, is_cut=completion.finish_reason == "length")
         if tools and read.tool_calls and not read.tool_calls[0].form:
             self._episode.metric(CALLS_OUTSIDE, float(len(read.tool_calls)), self)
         if self._episode.limit is not None:
@@ -882,7 +881,7 @@ def _request_entry(
 
 
 def _finish_reason(completion: Completion, message: Message, stop_text: str | None) -> ReplyEnd:
-    if is_cut(completion.finish_reason):  # also after a complete call, as in OpenAI's API: there may have been more
+    if completion.finish_reason == "length":  # also after a complete call, as in OpenAI's API: there may have been more
         return "length"
     if message.tool_calls:
         return "tool_calls"

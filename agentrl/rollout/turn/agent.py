@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 from array import array
 from collections.abc import Awaitable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn, get_args
 
 import msgspec
@@ -18,11 +19,11 @@ import numpy as np
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.ids import opening_digest
-from agentrl.core.records import Message, Role, SampledTurn, ToolSpec, Turn, is_cut
+from agentrl.core.records import Message, Role, SampledTurn, ToolSpec, Turn
 from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.core.tokens import Completion, Tokens
 from agentrl.environment.context import LimitReachedError
-from agentrl.journal.entries import TurnEntry, request_hash
+from agentrl.journal.entries import TurnEntry, framed, request_hash
 from agentrl.observe.metrics import DEMONSTRATED
 from agentrl.rollout.calls.journal import current_strand
 from agentrl.rollout.calls.journal_data import encode, encode_arguments
@@ -103,7 +104,10 @@ class LiveAgent(TurnRecorder):
     ) -> Turn:
         """Take one turn: wait for its place, render its context, recall or generate the completion, and parse it."""
         journal, turn = self._episode.journal, TurnInProgress(self, messages, max_tokens, reply, state)
-        self._take_place(turn)
+        # A turn waits until no other strand has one of the agent in progress, in the order of arrival.
+        if self._queue:
+            turn.place = asyncio.get_running_loop().create_future()
+        self._queue = (*self._queue, turn)
         try:
             # The time limit pauses while the run's engine samples, but not while a bot or an endpoint does.
             limit = None if self._settings.is_external else self._episode.limit
@@ -125,19 +129,10 @@ class LiveAgent(TurnRecorder):
             self._refused = (*self._refused, path)
             raise
         finally:
-            self._give_place_back(turn)
-
-    def _take_place(self, turn: TurnInProgress) -> None:
-        """Let a turn wait until no other strand has one of the agent in progress, in the order of arrival."""
-        if self._queue:
-            turn.place = asyncio.get_running_loop().create_future()
-        self._queue = (*self._queue, turn)
-
-    def _give_place_back(self, turn: TurnInProgress) -> None:
-        """Let the strand continue that has waited longest, if one waits."""
-        self._queue = tuple(other for other in self._queue if other is not turn)
-        if self._queue and self._queue[0].place and not self._queue[0].place.done():
-            self._queue[0].place.set_result(None)
+            at = self._queue.index(turn)
+            self._queue = (*self._queue[:at], *self._queue[at + 1 :])
+            if self._queue and self._queue[0].place and not self._queue[0].place.done():
+                self._queue[0].place.set_result(None)
 
     def ask(self, call: JournaledCall, turn: TurnInProgress) -> bytes:
         """Check the arguments of an `act`, and hash everything that determines the turn, without a tokenizer.
@@ -146,20 +141,22 @@ class LiveAgent(TurnRecorder):
             EnvironmentDefinitionError: a message or the state is of another type.
         """
         messages = tuple(map(_valid, (*self._pending, *turn.messages)))
-        messages = tuple(map(decode_message, self._episode.journal.edits_at(call.call_id))) or messages
+        messages = tuple(map(decode_message, call.edits)) or messages
         if turn.state is not None and not isinstance(turn.state, str):
             raise EnvironmentDefinitionError(f"act() takes its state as text, not as {type(turn.state).__name__}")
         turn.call, turn.messages = call, messages
         turn.sampling = self._sampling(turn.max_tokens if turn.reply is None else 1)
-        turn.reply = None if turn.reply is None else valid_unicode(turn.reply)
-        turn.state = None if turn.state is None else valid_unicode(turn.state)
-        return request_hash(
-            encode((self.seat, self.index)),
-            turn.sampling.max_tokens.to_bytes(4, "little"),
-            *self._rows.question(messages),
-            *(() if turn.reply is None else (b"reply", turn.reply.encode())),
-            *(() if turn.state is None else (b"state", turn.state.encode())),
+        parts: tuple[bytes, ...] = ()
+        if turn.reply is not None:
+            turn.reply = valid_unicode(turn.reply)
+            parts = (b"reply", turn.reply.encode())
+        if turn.state is not None:
+            turn.state = valid_unicode(turn.state)
+            parts = (*parts, b"state", turn.state.encode())
+        opening = _opening_of_question(
+            self.seat, self.index, turn.sampling.max_tokens, self._settings.chat_format.fingerprint
         )
+        return request_hash(*self._rows.question(messages), *parts, opening=opening)
 
     async def generate(self, call: JournaledCall, turn: TurnInProgress) -> TurnEntry:
         """Wait for the turn's place, render its context, sample it or take the demonstrated reply, and parse it.
@@ -169,7 +166,8 @@ class LiveAgent(TurnRecorder):
         """
         if turn.place is not None:
             await turn.place
-        _, max_turns = call.request_hash, self._settings.limits.max_turns
+        call.question = self.ask(call, turn)
+        max_turns = self._settings.limits.max_turns
         clock, rows, position = self._episode.services.clock, self._rows, self._rows.position()
         start_s = clock.monotonic()
         if self._episode.journal.is_over_time:
@@ -216,7 +214,7 @@ class LiveAgent(TurnRecorder):
             raise answer
         self._rows.answer(completion)
         self._refused = ()
-        self._count_reply(answer, completion, self._rows.tools, is_cut=is_cut(completion.finish_reason))
+        self._count_reply(answer, completion, self._rows.tools, is_cut=completion.finish_reason == "length")
         return self._append(turn.call, turn.messages, answer, completion, turn.state)
 
     def _completion_of_reply(self, reply: str, context: bytes, completion: Completion) -> Completion:
@@ -249,8 +247,9 @@ class LiveAgent(TurnRecorder):
         context = self._rows.ask(messages)
         if len(self._rows) >= max_context:
             self._full(len(self._rows))
-        for cause in applicable_rewrite_causes(self._settings.chat_format.rewrites, self._messages, messages):
-            self._episode.metric(f"history/{cause}", 1.0, self)
+        if rewrites := self._settings.chat_format.rewrites:
+            for cause in applicable_rewrite_causes(rewrites, self._messages, messages):
+                self._episode.metric(f"history/{cause}", 1.0, self)
         return context
 
     def _full(self, tokens: int) -> NoReturn:
@@ -341,12 +340,13 @@ class AgentTokenRows:
         return len(self._row_tokens)
 
     def question(self, messages: Sequence[Message]) -> tuple[bytes, ...]:
-        """Return all inputs that determine the tokens of new messages, for hashing without a tokenizer."""
+        """Return all inputs that determine the tokens of new messages, besides the format, for hashing without a
+        tokenizer."""
         if self._after is None:
             before = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self.tools])
         else:
             before = self._after.encode() + (b"" if self._after == "stop" else array("i", self._turn).tobytes())
-        return (self._format.fingerprint, before, *map(_hashable, messages))
+        return (before, *map(_hashable, messages))
 
     def ask(self, messages: Sequence[Message]) -> bytes:
         """Append messages, and return the new context tokens as `int32`. If the template rewrites earlier tokens and
@@ -422,6 +422,12 @@ class AgentTokenRows:
         return np.frombuffer(self._row_tokens.tobytes(), dtype=np.int32)
 
 
+@lru_cache(maxsize=256)
+def _opening_of_question(seat: str, index: int, max_tokens: int, fingerprint: bytes) -> bytes:
+    """Return the parts of a question that an agent's turns share."""
+    return framed(encode((seat, index)), max_tokens.to_bytes(4, "little"), fingerprint)
+
+
 _ROLES = get_args(Role)
 
 
@@ -440,9 +446,9 @@ def _valid(message: object) -> Message:
     if not isinstance(message.content, str):
         kind = type(message.content).__name__
         raise EnvironmentDefinitionError(f"the content of a {message.role} message is {kind}; it must be a string")
-    content = valid_unicode(message.content)
-    is_valid = type(message.content) is str and content == message.content
-    return message if is_valid else dataclasses.replace(message, content=content)
+    if type(message.content) is str and message.content.isascii():
+        return message
+    return dataclasses.replace(message, content=valid_unicode(message.content))
 
 
 def _hashable(message: Message) -> bytes:

@@ -189,25 +189,14 @@ class TurnRecorder(Agent):
         tools: Sequence[ToolSpec],
         recorded_turn: TurnEntry | None = None,
     ) -> Message | LimitReachedError:
-        """Return the reply of `_with_foreign_call`; leave a refusal unchanged."""
-        if isinstance(reply, LimitReachedError):
-            return reply
-        return self._with_foreign_call(reply, context, completion, tools, recorded_turn)
-
-    def _with_foreign_call(
-        self,
-        reply: Message,
-        context: bytes,
-        completion: Completion,
-        tools: Sequence[ToolSpec],
-        recorded_turn: TurnEntry | None,
-    ) -> Message:
         """Add to a reply without a complete call the one that it holds in another form than the run reads.
 
         The text stays the content, because some environments read it themselves. A recorded turn is read as it was when
         it was played: earlier versions named no such calls.
         """
-        if not tools or any(not isinstance(call.arguments, str) for call in reply.tool_calls):
+        if isinstance(reply, LimitReachedError) or not tools:
+            return reply
+        if any(not isinstance(call.arguments, str) for call in reply.tool_calls):
             return reply
         if recorded_turn is not None and not _has_foreign_call(recorded_turn):
             return reply
