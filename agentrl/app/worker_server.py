@@ -90,12 +90,11 @@ class RunConnection:
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str],
-    ) -> Sequence[str]:
+    ) -> None:
         child = resolve(environment)
         for seat in child.seats:
             self._policy_of(f"{child.__name__}.{seat}", 0)
         number, attempt = self.numbers[parent.episode_id], parent.attempt
-        children = [ids.child_episode_id(parent.episode_id, attempt, spawn_call, index) for index in range(len(tasks))]
         distinct = {id(task): task for task in tasks}
         spawn = wire.SpawnChildEpisodes(
             number=number,
@@ -104,10 +103,10 @@ class RunConnection:
             environment=environment,
             tasks=tuple(distinct.values()),
             of=tuple(list(distinct).index(id(task)) for task in tasks),
+            known=tuple(known),
         )
         self.tell(spawn)
         self._children[number, attempt, spawn_call] = on_end
-        return children
 
     async def branch(
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]

@@ -392,9 +392,9 @@ class WorkerPool:
                     process.suspects.remove(episode.number)
                     self._fill()
             case wire.SpawnChildEpisodes():
-                tasks = [message.tasks[index] for index in message.of]
-                on_end = partial(self._child_ended, episode, message.attempt, message.call)
-                self._host.spawn(episode.spec, message.environment, tasks, message.call, on_end, ())
+                tasks, call = [message.tasks[index] for index in message.of], message.call
+                on_end = partial(self._child_ended, episode, message.attempt, call)
+                self._host.spawn(episode.spec, message.environment, tasks, call, on_end, message.known)
             case wire.StartBranches():
                 self._requests.add(self._start(self._branch(process.replier(), episode.spec, message)))
             case wire.RememberProposal():
@@ -414,7 +414,7 @@ class WorkerPool:
                 call=call,
                 index=index,
                 ended=wire.encode_episode_ended(0, header),
-                partition=None if header.location is None else header.location.partition,
+                partition=header.location and header.location.partition,
             )
             parent.process.tell(message)
 

@@ -172,7 +172,7 @@ class WorkerHeartbeat(rpc.WireMessage, frozen=True):
 
 class SpawnChildEpisodes(rpc.WireMessage, frozen=True):
     """Request for children of a running episode, one per task; a task with several children is sent once (`of` maps
-    children to tasks)."""
+    children to tasks). For `known`, see `EpisodeHost.spawn`."""
 
     number: int
     attempt: int
@@ -180,6 +180,7 @@ class SpawnChildEpisodes(rpc.WireMessage, frozen=True):
     environment: str
     tasks: tuple[Task, ...]
     of: tuple[int, ...]
+    known: tuple[str, ...]
 
 
 class StartBranches(rpc.WireMessage, frozen=True):

@@ -533,12 +533,12 @@ class EpisodeHost(Protocol):
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str],
-    ) -> Sequence[str]:
+    ) -> None:
         """Admit and start one child episode per task, as a group; call `on_end(index, header)` once for each.
 
         A child that is already running (its parent was resumed) is not started again. `known` holds the ids of the
         children in the entry of the call. Those of the episode that a fork came from are shared if they ended or still
-        run; the others start over. Returns the ids of the children.
+        run; the others start over.
         """
         ...
 

@@ -36,22 +36,18 @@ class DispatchingHost:
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str],
-    ) -> Sequence[str]:
+    ) -> None:
         """Start child episodes of a running one; children of an admitted parent are always admitted."""
         child, specs, children = resolve(environment), self.dispatcher.specs, self.dispatcher.children
         group = specs.group_of(parent.purpose, parent.episode_id)
         seats = {seat: SeatBinding(specs.policy_of(f"{child.__name__}.{seat}", group)) for seat in child.seats}
         self.dispatcher.reservations.hand_over(parent.episode_id, child, len(tasks), spawn_call)
         group_id = ids.spawned_group_id(parent.episode_id, parent.attempt, spawn_call)
-        episode_ids = []
         starting: list[tuple[EpisodeSpec, OnEnd]] = []
         for index, task in enumerate(tasks):
             episode_id = ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, index)
-            shared = known[index] if index < len(known) else episode_id
-            if shared != episode_id and children.share(parent, shared, partial(on_end, index)):
-                episode_ids.append(shared)
+            if known[index] != episode_id and children.share(parent, known[index], partial(on_end, index)):
                 continue
-            episode_ids.append(episode_id)
             if children.rejoin(parent.episode_id, episode_id, partial(on_end, index)):
                 continue
             spec = parent.start_another(
@@ -66,7 +62,6 @@ class DispatchingHost:
             ).pinned(parent.pins)
             starting.append((spec, partial(on_end, index)))
         self.dispatcher.start(starting)
-        return episode_ids
 
     async def branch(
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]

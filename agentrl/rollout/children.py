@@ -6,14 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.records import EpisodeHeader, PolicyVersion
-from agentrl.environment.context import (
-    ChildEpisode,
-    ChildResult,
-)
-from agentrl.journal.entries import (
-    ChildResultEntry,
-    request_hash,
-)
+from agentrl.environment.context import ChildEpisode, ChildResult
+from agentrl.journal.entries import ChildResultEntry, request_hash
 
 if TYPE_CHECKING:
     from agentrl.rollout.calls.journal import JournaledCall

@@ -291,7 +291,9 @@ class LiveEpisodeContext(EpisodeContext):
 
         def start(call: JournaledCall, entry: SpawnEntry) -> None:
             child_task = task if isinstance(task, Task) else Task(id=f"{self.task.id}~{call.call_id}", data=dict(task))
-            episode_ids = self.episode.services.host.spawn(
+            for child, episode_id in zip(children, entry.children, strict=True):
+                child.episode_id = episode_id
+            self.episode.services.host.spawn(
                 self._branches.pinned(spec),
                 name,
                 [child_task] * n,
@@ -299,8 +301,6 @@ class LiveEpisodeContext(EpisodeContext):
                 lambda index, header: children[index].end(header),
                 entry.children,
             )
-            for child, episode_id in zip(children, episode_ids, strict=True):
-                child.episode_id = episode_id
 
         self.episode.journal.answer(
             # By class, as in `fan_out`: an edited copy of an environment's file has another module.

@@ -66,9 +66,8 @@ class ReplayHost:
         spawn_call: str,
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str],
-    ) -> Sequence[str]:
-        """Return the recorded children of the call; the journal holds their results."""
-        return known
+    ) -> None:
+        """Start nothing; the journal holds the results of the children."""
 
     async def branch(
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]

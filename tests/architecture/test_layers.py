@@ -130,7 +130,7 @@ def test_everything_but_learning_and_serving_runs_without_the_heavy_stack(packag
     assert not modules_after(statement).intersection({"torch", "ray", "vllm", "transformers", "peft"})
 
 
-ASKS_WHETHER_NEW = re.compile(r"\.is_new\b|\bcall\.recorded\b|\.is_replaying\b|\.is_resumed\b")
+ASKS_WHETHER_NEW = re.compile(r"\.is_(new|replaying|resumed|inherited)\b|\bcall\.recorded\b")
 
 
 def test_no_code_but_the_journal_of_calls_asks_whether_a_call_is_new(repository: Path) -> None:

@@ -20,7 +20,7 @@ from agentrl.cluster import worker_wire
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.core.clock import SystemClock
 from agentrl.core.network import Address
-from agentrl.core.records import ProcessStatus, SeatBinding
+from agentrl.core.records import ForkPoint, ProcessStatus, SeatBinding
 from agentrl.journal.reader import TurnLogReader
 from tests.contract import worker_environments as environments
 from tests.contract.scripted_program import SCRIPTED_END
@@ -227,7 +227,7 @@ def test_an_episode_that_kills_workers_is_dropped_and_its_neighbors_end(tmp_path
             at.submit(at.spec("e0"))
             await at.drained()
             assert at.ends["e0"].drop_reason == "worker_lost"
-            assert "3 worker processes died while it ran, and it got nowhere" in at.worker.last_failure
+            assert "worker processes died while it ran, and it made no progress" in at.worker.last_failure
             assert at.journal.rows("SELECT drop_reason, detail FROM episodes")[0][0] == "worker_lost"
 
     run(main)
@@ -343,6 +343,28 @@ def test_children_run_on_any_worker_and_a_parent_that_moves_finds_them_again(tmp
             assert at.ends["e0"].measured_against[0].policy == "policy"
             rows = at.journal.rows("SELECT episode, count(*) FROM episodes GROUP BY episode")
             assert sorted(rows) == [("e0", 1), *((f"e0~0.r#2.{index}", 1) for index in range(4))]
+
+    run(main)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fork_shares_the_children_of_its_prefix(tmp_path: Path, workers: int) -> None:
+    async def main() -> None:
+        async with workplace(tmp_path, workers, environments.PatientParent) as at:
+            at.submit(at.spec("e0"))
+            await at.until(lambda: len(at.journal.recorded("e0", 0)[0]) >= 3)
+            partition = TurnLogReader(tmp_path / "journal").partition_of("e0", 0)
+            assert partition is not None
+            point = ForkPoint(journal=".", partition=partition, episode_id="e0", attempt=0, call_id="r#1")
+            at.submit(replace(at.spec("e1"), fork=point, purpose="fork"))
+            await at.until(lambda: len(at.journal.recorded("e1", 0)[0]) >= 2)
+            at.open()
+            await at.drained()
+            for parent in ("e0", "e1"):
+                (trajectory,) = at.ends[parent].trajectories
+                assert trajectory.reward == 4.0
+            rows = at.journal.rows("SELECT episode FROM episodes ORDER BY episode")
+            assert [name for (name,) in rows] == ["e0", "e0~0.r#0.0", "e0~0.r#0.1", "e1"]
 
     run(main)
 

@@ -135,6 +135,20 @@ class Parent(agentrl.Environment):
         agent.reward(sum(result.rewards["solver"] for result in results))
 
 
+class PatientParent(agentrl.Environment):
+    """Takes a turn while its two children run."""
+
+    seats = ("solver",)
+    fan_out = {"Child": 2}  # noqa: RUF012
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("solver")
+        children = ctx.spawn(Child, {"n": 1, "directory": ctx.task.data["directory"]}, n=2)
+        await agent.act(user("one"))
+        results = await ctx.gather(*children)
+        agent.reward(sum(result.rewards["solver"] for result in results))
+
+
 class Broken(agentrl.Environment):
     """Goes wrong in the way its task says."""
 

@@ -121,7 +121,7 @@ class Process:
         of = tuple(range(len(children)))
         self._say(
             wire.SpawnChildEpisodes(
-                number=start.number, attempt=0, call="r#0", environment="", tasks=tuple(children), of=of
+                number=start.number, attempt=0, call="r#0", environment="", tasks=tuple(children), of=of, known=()
             )
         )
         if start.spec.task.data.get("kills_beside"):

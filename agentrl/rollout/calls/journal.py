@@ -122,6 +122,10 @@ class JournaledCall(msgspec.Struct, eq=False):
     edits: Sequence[Mapping[str, Any]] = ()
     """Messages with which a fork replaces those of the call."""
 
+    def own(self, count: int) -> int:
+        """Return a count without that of inherited calls."""
+        return 0 if self.is_inherited else count
+
     @property
     def request_hash(self) -> bytes:
         """Hash of the request, computed when it is first needed."""
@@ -409,6 +413,7 @@ class CallJournal:
         digest: bytes,
         asks: Callable[[JournalEntry], bool],
         turn_over: Callable[[], Awaitable[None]],
+        inherit: Callable[[JournaledCall, TurnEntry], T],
         recall: Callable[[JournaledCall, TurnEntry], T],
         do: Callable[[JournaledCall], Awaitable[T]],
     ) -> T:
@@ -422,7 +427,8 @@ class CallJournal:
             digest: hash of the request.
             asks: whether a recorded call with this content has the same messages, volatile text included.
             turn_over: waits until another call has ended.
-            recall: takes over a recorded reply.
+            inherit: takes over a reply that a fork inherits.
+            recall: takes over a reply of an earlier attempt.
             do: performs the call.
 
         Raises:
@@ -448,7 +454,7 @@ class CallJournal:
         recorded.remove(call_id)
         try:
             if isinstance(call.recorded, TurnEntry):
-                return recall(call, call.recorded)
+                return (inherit if call.is_inherited else recall)(call, call.recorded)
             result = await do(call)
         except EngineError as error:
             self.fail(error)

@@ -187,6 +187,7 @@ class ExternalAgent(TurnRecorder):
                 digest,
                 partial(_asks, request),
                 self._next_turn,
+                partial(self._inherit, request),
                 partial(self._recall, request, sampling),
                 partial(self._sample_new, request, sampling),
             )
@@ -197,28 +198,29 @@ class ExternalAgent(TurnRecorder):
         self._answered_one.clear()
         await self._answered_one.wait()
 
+    def _inherit(self, request: ChatRequest, call: JournaledCall, recorded_turn: TurnEntry) -> ChatReply:
+        """Return the reply of the episode that a fork came from.
+
+        Raises:
+            ReplayMismatchError: the program requests turns in another order than before.
+        """
+        placement = self._find_row(request)
+        then = (recorded_turn.turn, recorded_turn.row, recorded_turn.parent_context)
+        if then != (len(self._turns), placement.row.number, placement.before):
+            self._episode.journal.mismatch(
+                call.call_id,
+                f"the journal holds turn {then[0]} of row {then[1]}",
+                f"the program now requests it as turn {len(self._turns)} of row {placement.row.number}",
+                remedy="",
+            )
+        context = np.concatenate([placement.context()[: placement.before], recorded_turn.context().token_ids])
+        return self._recalled(request, call, self._tree.restate(placement, context), recorded_turn)
+
     def _recall(
         self, request: ChatRequest, sampling: SamplingParams, call: JournaledCall, recorded_turn: TurnEntry
     ) -> ChatReply:
-        """Return the reply of an earlier attempt, whose entry holds its whole context, or of the episode that a fork
-        came from.
-
-        Raises:
-            ReplayMismatchError: the program of a fork requests turns in another order than before.
-        """
-        context, placement = recorded_turn.context().token_ids, self._find_row(request)
-        if call.is_inherited:
-            then = (recorded_turn.turn, recorded_turn.row, recorded_turn.parent_context)
-            if then != (len(self._turns), placement.row.number, placement.before):
-                self._episode.journal.mismatch(
-                    call.call_id,
-                    f"the journal holds turn {then[0]} of row {then[1]}",
-                    f"the program now requests it as turn {len(self._turns)} of row {placement.row.number}",
-                    remedy="",
-                )
-            context = np.concatenate([placement.context()[: placement.before], context])
-            return self._recalled(request, call, self._tree.restate(placement, context), recorded_turn)
-        placement = self._tree.restate(placement, context)
+        """Return the reply of an earlier attempt, whose entry holds its whole context."""
+        placement = self._tree.restate(self._find_row(request), recorded_turn.context().token_ids)
         entry = msgspec.structs.replace(
             recorded_turn,
             row=placement.row.number,

@@ -298,10 +298,9 @@ class TurnRecorder(Agent):
 
         `state` is the environment's state before the turn, if the program named it.
         """
-        if call.is_inherited:
-            self.inherited += 1
-        else:
-            self._sampled += self._tokens_of(completion)
+        own = call.own(1)
+        self.inherited += 1 - own
+        self._sampled += own * self._tokens_of(completion)
         if self._episode.services.settings.compares_turns:
             self._turn_states += gigpo_state_hash(state, messages)
         self._messages.extend(messages)
