@@ -408,13 +408,9 @@ class WorkerPool:
     def _child_ended(self, parent: PlacedEpisode, attempt: int, call: str, index: int, header: EpisodeHeader) -> None:
         """Report the end of a child to the parent's current process; a later process asks again."""
         if parent.process is not None:
+            ended, partition = wire.encode_episode_ended(0, header), header.location and header.location.partition
             message = wire.ChildEpisodeEnded(
-                number=parent.number,
-                attempt=attempt,
-                call=call,
-                index=index,
-                ended=wire.encode_episode_ended(0, header),
-                partition=header.location and header.location.partition,
+                number=parent.number, attempt=attempt, call=call, index=index, ended=ended, partition=partition
             )
             parent.process.tell(message)
 
