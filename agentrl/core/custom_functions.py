@@ -87,11 +87,7 @@ class FunctionDeclaration(NamedTuple):
 def loss(function: F) -> F: ...
 @overload
 def loss(
-    *,
-    groups: Grouping = "step",
-    groups_option: str = "",
-    reference: bool = False,
-    divergence: bool = False,
+    *, groups: Grouping = "step", groups_option: str = "", reference: bool = False, divergence: bool = False
 ) -> Callable[[F], F]: ...
 def loss(
     function: Any = None,
@@ -122,11 +118,7 @@ def loss(
         ...     return -batch.advantages * batch.logprobs
     """
     mark = FunctionDeclaration(
-        "loss",
-        groups=groups,
-        groups_option=groups_option,
-        reference=reference or divergence,
-        divergence=divergence,
+        "loss", groups=groups, groups_option=groups_option, reference=reference or divergence, divergence=divergence
     )
     mark.grouping({})
 

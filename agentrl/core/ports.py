@@ -79,6 +79,8 @@ class EngineCapabilities:
     """Whether shared prefixes are stored once."""
     grammars: bool = False
     """Whether the engine enforces the grammar of a call."""
+    choices: bool = False
+    """Whether the engine enforces the choices of a call."""
     places: int = 0
     """Number of turns that the engine samples at once; 0: unknown. Further calls wait in it."""
 
@@ -112,6 +114,8 @@ class SamplingParams:
     grammar: str = ""
     """What the turn's text must fit, as a structural tag of xgrammar in JSON, for engines with `grammars`; "":
     anything. Only tokens that it allows are sampled, and the kept sets say which."""
+    choices: tuple[tuple[int, ...], ...] = ()
+    """The texts that `grammar` allows, as tokens that a stop token follows, for engines with `choices`; (): any."""
 
     @property
     def is_greedy(self) -> bool:

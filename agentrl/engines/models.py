@@ -48,12 +48,7 @@ from agentrl.core.files import (
 from agentrl.core.model_layers import SELECTED_KEYS, check_slot_layers
 from agentrl.core.quantization import CONFIG_KEYS, check_quantization
 from agentrl.engines.meta import runnable_on_meta
-from agentrl.engines.stored_tensors import (
-    FLOAT_DTYPES,
-    QUANTIZATION_SUFFIXES,
-    WEIGHTS_INDEX,
-    weight_files,
-)
+from agentrl.engines.stored_tensors import FLOAT_DTYPES, QUANTIZATION_SUFFIXES, WEIGHTS_INDEX, weight_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -482,6 +482,7 @@ def _combine_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
         expert_routing=all(fleet.expert_routing for fleet in fleets),
         sampling_mask=all(fleet.sampling_mask for fleet in fleets),
         grammars=all(fleet.grammars for fleet in fleets),
+        choices=all(fleet.choices for fleet in fleets),
         adapters=sum(fleet.adapters for fleet in fleets),
         max_context=min(fleet.max_context for fleet in fleets),
         exact_continuation=all(fleet.exact_continuation for fleet in fleets),

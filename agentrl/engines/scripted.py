@@ -113,6 +113,7 @@ class ScriptedEngine:
             refresh=frozenset({"token", "turn", "episode", "lazy"}),
             expert_routing=False,
             sampling_mask=False,
+            choices=True,  # scripts see them in the request
             adapters=1 << 20,
             max_context=max_context,
             keeps_version=frozenset(versions) if refresh == "episode" else frozenset(),

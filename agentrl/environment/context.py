@@ -308,6 +308,7 @@ class Agent(ABC):
         max_tokens: int | None = None,
         reply: str | None = None,
         state: str | None = None,
+        choices: Sequence[str] = (),
     ) -> Turn:
         """Append messages to the conversation and return the policy's answer.
 
@@ -318,6 +319,8 @@ class Agent(ABC):
                 demonstration. Its recorded probability is 1.
             state: the environment's state before the turn, as text, such as a board. Turns of a group with equal states
                 are compared by `credit.advantage = "gigpo"`; None: with equal new messages, system messages left out.
+            choices: the legal replies; empty: any. A policy with weights gives one of them, and is trained under its
+                probability among them. Bots and remote endpoints may reply otherwise.
 
         Raises:
             LimitReachedError: the agent has no turn or no context left.

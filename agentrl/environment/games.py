@@ -281,11 +281,9 @@ def legal_actions(env: Turns) -> Sequence[int] | None:
     if not hasattr(space, "n") or not hasattr(space, "start"):
         return None
     observation, _, _, _, info = env.last()
-    mask = observation.get("action_mask") if isinstance(observation, Mapping) else None
-    if mask is None:
-        mask = info.get("action_mask")
     actions = range(int(space.start), int(space.start) + int(space.n))
-    return actions if mask is None else [action for action, legal in zip(actions, mask, strict=True) if legal]
+    masks = {"action_mask": [1] * len(actions), **info, **(observation if isinstance(observation, Mapping) else {})}
+    return [action for action, legal in zip(actions, masks["action_mask"], strict=True) if legal]
 
 
 class _PettingZooGame(Game):

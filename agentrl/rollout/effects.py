@@ -45,12 +45,7 @@ from agentrl.environment.context import (
     Resource,
     ResourceLevel,
 )
-from agentrl.journal.entries import (
-    EffectEntry,
-    ResourceCallEntry,
-    UnansweredEntry,
-    request_hash,
-)
+from agentrl.journal.entries import EffectEntry, ResourceCallEntry, UnansweredEntry, request_hash
 from agentrl.observe.metrics import EFFECT_ERROR, RESOURCE_ERROR
 from agentrl.rollout.calls.journal import CallExecution, JournaledCall, RepeatedCode, current_strand
 from agentrl.rollout.calls.journal_data import (

@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 import msgspec
 
-from agentrl.core.errors import (
-    EnvironmentDefinitionError,
-    EpisodeError,
-)
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.ids import child_depth, child_episode_id, seeded_uuid4, spawned_group_id
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
@@ -40,21 +37,12 @@ from agentrl.environment.context import (
 )
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
-from agentrl.journal.entries import (
-    NondeterministicValueEntry,
-    SpawnEntry,
-    ToolEntry,
-    request_hash,
-)
+from agentrl.journal.entries import NondeterministicValueEntry, SpawnEntry, ToolEntry, request_hash
 from agentrl.observe.metrics import ILLEGAL_TURNS, RESERVED_NAMES, why_reserved
 from agentrl.rollout.branching import LeveledResource, LiveBranches
 from agentrl.rollout.calls.gather import gather
 from agentrl.rollout.calls.journal import JournaledCall, RepeatedCode, current_strand
-from agentrl.rollout.calls.journal_data import (
-    encode_arguments,
-    to_journal_data,
-    to_journal_data_and_bytes,
-)
+from agentrl.rollout.calls.journal_data import encode_arguments, to_journal_data, to_journal_data_and_bytes
 from agentrl.rollout.calls.mismatch import shortened_repr
 from agentrl.rollout.children import LiveChildEpisode
 from agentrl.rollout.effects import (

@@ -30,13 +30,7 @@ from agentrl.core.errors import (
     describe_raise_location,
 )
 from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler
-from agentrl.core.records import (
-    EpisodeDataLocation,
-    EpisodeHeader,
-    EpisodeSpec,
-    StopReason,
-    dropped_header,
-)
+from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, StopReason, dropped_header
 from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import AlarmGuard, as_episode_error
 from agentrl.environment.context import LimitReachedError
@@ -199,12 +193,7 @@ class EpisodeRunner:
         return header
 
     def _open_attempt(
-        self,
-        spec: EpisodeSpec,
-        environment: type[Environment],
-        recalls_from: int,
-        on_new: OnNew | None,
-        prefix: Prefix,
+        self, spec: EpisodeSpec, environment: type[Environment], recalls_from: int, on_new: OnNew | None, prefix: Prefix
     ) -> LiveEpisodeContext:
         """Make the journal and the context of an attempt, and journal its first entry."""
         for seat in environment.seats:

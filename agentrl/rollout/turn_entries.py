@@ -250,8 +250,6 @@ class PartialTurn:
     def completion(self, sampling: SamplingParams, *, routed: bool) -> Completion | None:
         """Return the turn as one completion if it has ended, else None; with `routed`, only if all tokens have their
         routing."""
-        if not self.pieces:
-            return None
         reason = self.finish_reason(sampling)
         return None if reason is None or (routed and self.give_back_last()) else self.whole(reason)
 

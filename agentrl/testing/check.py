@@ -419,11 +419,7 @@ def _choose_tasks(
 
 
 def _list_tasks(
-    environment: type[Environment],
-    count: int,
-    result: CheckResult,
-    options: Mapping[str, Any],
-    split: Split = "train",
+    environment: type[Environment], count: int, result: CheckResult, options: Mapping[str, Any], split: Split = "train"
 ) -> list[Task]:
     """Return the first tasks of a split, and report their faults."""
     try:
@@ -443,8 +439,7 @@ def _list_tasks(
     for first, second in zip(chosen_tasks, second_draw, strict=True):
         if not isinstance(first, Task):
             result.fault(
-                f"tasks({split!r})[…] is {type(first).__name__}, not agentrl.Task",
-                "Write agentrl.Task(id=…, data={…})",
+                f"tasks({split!r})[…] is {type(first).__name__}, not agentrl.Task", "Write agentrl.Task(id=…, data={…})"
             )
             return []
         if first != second:

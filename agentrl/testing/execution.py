@@ -807,6 +807,8 @@ def _text_of(part: Mapping[str, Any], draw: random.Random) -> str:
     match part["type"]:
         case "or":
             return _text_of(draw.choice(part["elements"]), draw)
+        case "const_string":
+            return str(part["value"])
         case "tags_with_separator":
             tag = draw.choice(part["tags"])
             return f"{tag['begin']}{_text_of(tag['content'], draw)}{tag['end']}"

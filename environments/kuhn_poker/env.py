@@ -28,7 +28,7 @@ CHIPS = {"pp": 1, "pbp": -1, "pbb": 2, "bp": 1, "bb": 2}
 QUESTIONS = tuple("".join(each) for history in ("", "pb", "p", "b") for each in product(CARDS, [history]))
 """The information sets: a card and the moves so far. The first six are the first seat's."""
 ILLEGAL_REWARD = -3.0
-"""Reward of another reply than a move: less than any loss. The other seat gets 0."""
+"""Reward of a bot's reply that is no move: less than any loss. The other seat gets 0."""
 
 
 class KuhnPoker(agentrl.Environment):
@@ -42,7 +42,7 @@ class KuhnPoker(agentrl.Environment):
         players, moves = [ctx.agent(seat) for seat in self.seats], ""
         while moves not in CHIPS:
             seat = len(moves) % 2
-            turn = await players[seat].act(agentrl.user(ctx.task.data["deal"][seat] + moves))
+            turn = await players[seat].act(agentrl.user(ctx.task.data["deal"][seat] + moves), choices=MOVES)
             if turn.text not in MOVES:
                 players[seat].reward(ILLEGAL_REWARD)
                 players[1 - seat].reward(0.0)
@@ -97,8 +97,7 @@ def exploitability(bets: Mapping[str, float]) -> float:
 def read_strategy(run: agentrl.RecordedRun, step: int) -> dict[str, float]:
     """Return the probability with which the versions of a step bet, by question, from the log-probabilities of replies.
 
-    `sampling.top_k = 2` makes it exact: the probabilities of the two moves then sum to 1. Questions that the training
-    games of these versions did not reach are missing.
+    Questions that the training games of these versions did not reach are missing.
     """
     bets: defaultdict[str, list[float]] = defaultdict(list)
     question = ""

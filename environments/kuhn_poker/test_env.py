@@ -82,7 +82,7 @@ def test_a_runs_journal_says_how_each_version_plays(tmp_path: Path) -> None:
         model={"path": str(MODEL)},
         steps=2,
         policies={seat: {"learning_rate": 1e-3, "step_size": 64, "max_staleness": 0} for seat in KuhnPoker.seats},
-        sampling={"max_tokens": 1, "max_turns": 4, "top_k": 2},
+        sampling={"max_tokens": 1, "max_turns": 4},
         engine={"slots": 64, "max_context": 24},
         credit={"group_size": 1, "advantage": "role_mean"},
         evaluation={"tasks": 0},

@@ -27,11 +27,11 @@ class Signalling(agentrl.Environment):
     seats: ClassVar[tuple[str, ...]] = ("speaker", "listener")
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        """Play one round. A reply that is no word, or no state, is wrong."""
+        """Play one round. A bot's reply that is no word, or no state, is wrong."""
         speaker, listener = ctx.agent("speaker"), ctx.agent("listener")
         state = ctx.task.data["state"]
-        word = (await speaker.act(agentrl.user(state))).text
-        named = (await listener.act(agentrl.user(word))).text if word in {*WORDS} else ""
+        word = (await speaker.act(agentrl.user(state), choices=WORDS)).text
+        named = (await listener.act(agentrl.user(word), choices=STATES)).text if word in {*WORDS} else ""
         for agent in (speaker, listener):
             agent.reward(float(named == state))
 

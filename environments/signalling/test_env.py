@@ -63,7 +63,7 @@ def test_a_runs_journal_holds_the_code(tmp_path: Path) -> None:
         model={"path": str(MODEL)},
         steps=1,
         policies={seat: {"learning_rate": 1e-3, "step_size": 256, "max_staleness": 0} for seat in Signalling.seats},
-        sampling={"max_tokens": 1, "max_turns": 1, "top_k": 16},
+        sampling={"max_tokens": 1, "max_turns": 1},
         engine={"slots": 64, "max_context": 24},
         credit={"group_size": 1, "advantage": "role_mean"},
         evaluation={"tasks": 0},

@@ -77,8 +77,9 @@ class PlayedAgent(Agent):
         max_tokens: int | None = None,
         reply: str | None = None,
         state: str | None = None,
+        choices: Sequence[str] = (),
     ) -> Turn:
-        """Ask the callable, unless a reply is given; `max_tokens` and `state` have no effect on it."""
+        """Ask the callable, unless a reply is given; `max_tokens`, `state` and `choices` have no effect on it."""
         if len(self._turns) >= self._limits.max_turns:
             raise LimitReachedError(f"agent {self.seat!r} has no turn left", stop_reason="max_turns")
         new, self._pending = (*self._pending, *messages), ()

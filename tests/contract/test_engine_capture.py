@@ -177,6 +177,55 @@ def test_the_kept_set_reproduces_the_logprobs(zoo: ModelZoo, sampling: dict[str,
     asyncio.run(main())
 
 
+CHOICES = ((5, 6), (5, 7, 8), (9,), (9, 5))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "temperature": 1.3}])
+def test_a_call_with_choices_is_one_of_them_under_its_probability_among_them(
+    zoo: ModelZoo, filters: dict[str, Any]
+) -> None:
+    """Beside calls without. The token after a choice is a stop token, or continues a longer choice."""
+    stops = (2, 3)
+
+    async def main() -> list[tuple[int, ...]]:
+        engine = load(zoo, "qwen3", capture_mask=True)
+        assert engine.capabilities.choices
+        options: dict[str, Any] = {"choices": CHOICES, "stop_token_ids": stops, **filters}
+        calls = [
+            engine.open(f"s{seed}", "solver").generate(request(f"r{seed}", prompt(10), seed=seed, **options))
+            for seed in range(40)
+        ]
+        free = engine.open("free", "solver").generate(request("free", prompt(10), max_tokens=8))
+        other, *completions = await asyncio.gather(free, *calls)
+        assert other.kept is None
+        model, temperature = zoo.load(), filters.get("temperature", 1.0)
+        for completion in completions:
+            reply, mask = tuple(completion.token_ids.tolist()), completion.kept
+            assert completion.finish_reason == "stop"
+            assert mask is not None
+            scores = plain_logprobs(model, np.concatenate([prompt(10), completion.token_ids]))[9:] / temperature
+            sets = np.split(mask.ids, np.cumsum(mask.counts)[:-1])
+            for at, (row, kept) in enumerate(zip(scores, sets, strict=True)):
+                same = [choice for choice in CHOICES if choice[:at] == reply[:at]]
+                legal = {token for choice in same for token in (choice[at : at + 1] or stops)}
+                assert set(kept.tolist()) <= legal if filters else set(kept.tolist()) == legal
+                expected = row[reply[at]] - np.log(np.exp(row[kept]).sum())
+                np.testing.assert_allclose(completion.logprobs[at], expected, atol=1e-4)
+        first = completions[0]
+        begun = request("again", [*prompt(10), *first.token_ids[:1]], seed=0, sampled_before=1, **options)
+        continued = await engine.open("again", "solver").generate(begun)
+        assert continued.token_ids.tolist() == first.token_ids[1:].tolist()
+        cut = await engine.open("cut", "solver").generate(request("c", prompt(10), **options | {"max_tokens": 1}))
+        assert cut.token_ids[0] in (5, 9)
+        await engine.close()
+        return [tuple(completion.token_ids.tolist()) for completion in completions]
+
+    said = asyncio.run(main())
+    assert {reply[-1] for reply in said} <= set(stops)
+    assert {reply[:-1] for reply in said} <= set(CHOICES)
+    assert len(set(said)) > 2
+
+
 def test_nothing_is_recorded_unless_asked_for(zoo: ModelZoo) -> None:
     async def main() -> None:
         engine = load(zoo, "mixtral")

@@ -97,6 +97,17 @@ def contains_each_token(completion: Completion) -> bool:
     return all(found)
 
 
+async def check_choices(engine: ProcessEngine, context: Any, text: Callable[[Any], str]) -> None:
+    """The grammar that `act(choices=…)` makes."""
+    elements = [{"type": "const_string", "value": choice} for choice in ("pass", "bet")]
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": elements}})
+    for seed in range(4):
+        call = request(f"choice{seed}", context, max_tokens=8, seed=seed, grammar=tag, **END_OF_TURN)
+        completion = await engine.open(f"choice{seed}", "solver").generate(call)
+        assert text(completion.token_ids).removesuffix("<|im_end|>") in ("pass", "bet")
+        assert contains_each_token(completion)
+
+
 async def check_forced_calls(engine: ProcessEngine, context: Any, text: Callable[[Any], str]) -> None:
     """Of either tool, as a request of an agent asks for them."""
     forced = ChatRequest(
@@ -166,6 +177,7 @@ def test_replies_fit_their_schema_and_are_trained_within_it() -> None:
                 await refused[name]
         assert ((await aborted).finish_reason, len((await aborted).token_ids)) == ("abort", 0)
         assert (await free).kept is None
+        await check_choices(engine, context, text)
         await check_forced_calls(engine, context, text)
         # A turn that is cut and continues is in the middle of its grammar.
         first = await ask("cut", PERSON, 5, seed=8)

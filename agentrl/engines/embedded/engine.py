@@ -63,13 +63,7 @@ from agentrl.engines.embedded.forward import (
 )
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
 from agentrl.engines.experts import compute_row_by_row
-from agentrl.engines.models import (
-    dtype_name,
-    fix_rotary_positions,
-    keep_float32,
-    language_model_class,
-    model_dtype,
-)
+from agentrl.engines.models import dtype_name, fix_rotary_positions, keep_float32, language_model_class, model_dtype
 from agentrl.engines.shared_cores import computing, use_threads
 from agentrl.engines.version_table import (
     InProcessEngine,
@@ -271,6 +265,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             max_context=max_context,
             keeps_version=policies_keeping_version(refresh, versions),
             places=slots,
+            choices=capture_mask,
         )
         settings = EmbeddedSettings(
             slots=slots,

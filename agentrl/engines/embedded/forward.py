@@ -485,8 +485,15 @@ def sample(logits: Tensor, batch: RowSamplingParameters) -> tuple[Tensor, Tensor
         penalties.apply(scores)
     if batch.tempered:
         scores = scores / torch.from_numpy(batch.temperature).to(scores.device)[:, None]
+    if batch.allowed:
+        rows, allowed = torch.tensor(batch.allowed, device=scores.device).T
+        excluded = torch.zeros_like(scores, dtype=torch.bool)
+        excluded[rows] = True
+        excluded[rows, allowed] = False
+        scores = scores.masked_fill(excluded, -torch.inf)
     mask = sampling_filter_mask(scores, batch.top_k, batch.top_p, batch.min_p) if batch.filtered else None
     if mask is not None:
+        mask &= scores > -torch.inf
         scores = scores.masked_fill(~mask, -torch.inf)
     logprobs = torch.log_softmax(scores, dim=-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)

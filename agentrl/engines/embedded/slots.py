@@ -66,6 +66,8 @@ class RowSamplingParameters:
     """Whether any row has a temperature other than 1."""
     penalties: Sequence[Penalties] = ()
     """Rows with penalties."""
+    allowed: Sequence[tuple[int, int]] = ()
+    """Each row with choices, with each token that continues one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,8 @@ class SlotColumns:
         self._has_temperature = np.zeros(slots, np.bool_)
         self._penalized: dict[int, SamplingParams] = {}
         """Sampling parameters of the slots whose call has penalties."""
+        self._choosing: list[tuple[SamplingParams, ...]] = [()] * slots
+        """Sampling parameters of a slot's call, if it has choices."""
         self._stops = np.full((slots, 1), -1, np.int64)
 
     def begin(self, slot: int, request: GenerateRequest, *, num_reused: int) -> None:
@@ -130,11 +134,12 @@ class SlotColumns:
         self._top_k[slot] = 1 if sampling.is_greedy else sampling.top_k
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
-        self.filtered[slot] = sampling.is_filtered or sampling.is_greedy
+        self.filtered[slot] = sampling.is_filtered or sampling.is_greedy or bool(sampling.choices)
         self._has_temperature[slot] = self._temperature[slot] != 1.0
         self._penalized.pop(slot, None)
         if sampling.is_penalized:
             self._penalized[slot] = sampling
+        self._choosing[slot] = (sampling,) * bool(sampling.choices)
         self._set_stops(slot, sampling.stop_token_ids)
 
     def _set_stops(self, slot: int, stops: Sequence[int]) -> None:
@@ -156,7 +161,21 @@ class SlotColumns:
             filtered=bool(self.filtered[slots].any()),
             tempered=bool(self._has_temperature[slots].any()),
             penalties=self._penalties(slots) if self._penalized else (),
+            allowed=[
+                (row, token)
+                for row, slot in enumerate(slots.tolist())
+                for sampling in self._choosing[slot]
+                for token in self._continuations(slot, sampling)
+            ],
         )
+
+    def _continuations(self, slot: int, sampling: SamplingParams) -> list[int]:
+        """Return the tokens that continue one of a call's choices, or end it."""
+        start = self.prompt[slot] - self._sampled_before[slot]
+        reply = (*self.tokens[slot, start : self.length[slot]].tolist(),)
+        count = len(reply)
+        nexts = [choice[count : count + 1] for choice in sampling.choices if choice[:count] == reply]
+        return [token for one in nexts for token in one or sampling.stop_token_ids]
 
     def _penalties(self, slots: Slots) -> list[Penalties]:
         return [

@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.core.parent_death import die_with_parent
-from agentrl.engines.process import (
-    INTERFACE_VARIABLE,
-    LOG_VARIABLE,
-    PRIVATE_DIRECTORY_VARIABLE,
-)
+from agentrl.engines.process import INTERFACE_VARIABLE, LOG_VARIABLE, PRIVATE_DIRECTORY_VARIABLE
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",

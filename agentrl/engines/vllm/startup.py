@@ -23,13 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.machine import gpus, machine_memory
-from agentrl.engines.models import (
-    dtype_name,
-    kv_bytes_per_token,
-    model_dtype,
-    read_meta_model,
-    state_bytes_per_slot,
-)
+from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model, state_bytes_per_slot
 from agentrl.engines.process import logged_error
 from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
@@ -47,10 +41,7 @@ if TYPE_CHECKING:
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's maximum adapter rank."""
-_CAPTURES = {
-    "enable_return_routed_experts": "engine.capture_routing",
-    "return_sampling_mask": "top_k, top_p or min_p",
-}
+_CAPTURES = {"enable_return_routed_experts": "engine.capture_routing", "return_sampling_mask": "top_k, top_p or min_p"}
 """Arguments of vLLM that only its model runner V2 accepts, with the settings that need them."""
 _REFERS_TO_CAUSE = (
     "EngineCore encountered an issue|[Ee]ngine core initialization failed|EngineDeadError|failed to be inspected"

@@ -18,11 +18,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 from torch import set_num_threads  # imported by name, because vLLM replaces it in torch when it binds threads to cores
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.request import LoRARequest

@@ -57,11 +57,7 @@ from agentrl.rollout.chat.chat_template import (
     stop_token_ids,
     tool_for_template,
 )
-from agentrl.rollout.chat.template_checks import (
-    detect_thinking_message_form,
-    rewrite_causes,
-    thinking_message_forms,
-)
+from agentrl.rollout.chat.template_checks import detect_thinking_message_form, rewrite_causes, thinking_message_forms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -142,6 +142,7 @@ class ExternalAgent(TurnRecorder):
         max_tokens: int | None = None,
         reply: str | None = None,
         state: str | None = None,
+        choices: Sequence[str] = (),
     ) -> NoReturn:
         raise EnvironmentDefinitionError(
             f"the turns of seat {self.seat!r} are requested through ctx.endpoint(); act() is not available"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from array import array
 from collections.abc import Awaitable, Iterator, Sequence
 from functools import lru_cache
@@ -46,7 +47,18 @@ more text than this into a token."""
 class TurnInProgress:
     """One `act`: its arguments, checked once it has asked, and its answer. Smaller than functions inside `act`."""
 
-    __slots__ = ("_agent", "call", "max_tokens", "messages", "place", "reply", "sampled", "sampling", "state")
+    __slots__ = (
+        "_agent",
+        "call",
+        "choices",
+        "max_tokens",
+        "messages",
+        "place",
+        "reply",
+        "sampled",
+        "sampling",
+        "state",
+    )
     call: JournaledCall
     sampling: SamplingParams
 
@@ -57,8 +69,10 @@ class TurnInProgress:
         max_tokens: int | None,
         reply: str | None,
         state: str | None,
+        choices: Sequence[str],
     ) -> None:
         self._agent, self.messages, self.max_tokens, self.reply, self.state = agent, messages, max_tokens, reply, state
+        self.choices = choices
         self.place: asyncio.Future[None] | None = None
         """Ends when the turns before it have ended; None if there are none."""
         self.sampled: tuple[Completion, Message | LimitReachedError] | None = None
@@ -101,9 +115,10 @@ class LiveAgent(TurnRecorder):
         max_tokens: int | None = None,
         reply: str | None = None,
         state: str | None = None,
+        choices: Sequence[str] = (),
     ) -> Turn:
         """Take one turn: wait for its place, render its context, recall or generate the completion, and parse it."""
-        journal, turn = self._episode.journal, TurnInProgress(self, messages, max_tokens, reply, state)
+        journal, turn = self._episode.journal, TurnInProgress(self, messages, max_tokens, reply, state, choices)
         # A turn waits until no other strand has one of the agent in progress, in the order of arrival.
         if self._queue:
             turn.place = asyncio.get_running_loop().create_future()
@@ -153,6 +168,7 @@ class LiveAgent(TurnRecorder):
         if turn.state is not None:
             turn.state = valid_unicode(turn.state)
             parts = (*parts, b"state", turn.state.encode())
+        parts = (*parts, *(b"choice" + valid_unicode(choice).encode() for choice in turn.choices))
         opening = _opening_of_question(
             self.seat, self.index, turn.sampling.max_tokens, self._settings.chat_format.fingerprint
         )
@@ -178,8 +194,10 @@ class LiveAgent(TurnRecorder):
             )
         try:
             context = self._ask(turn.messages, self._settings.limits.max_context)
+            is_held = turn.choices and turn.reply is None and not self._settings.is_external
+            sampling = self._among(turn, context) if is_held else turn.sampling
             completion = await self._sampler.sample(
-                call, rows.context(), rows.row, rows.opening, turn.sampling, self._sampled
+                call, rows.context(), rows.row, rows.opening, sampling, self._sampled
             )
             if turn.reply is not None:
                 completion = self._completion_of_reply(turn.reply, context, completion)
@@ -196,6 +214,29 @@ class LiveAgent(TurnRecorder):
             entry = msgspec.structs.replace(entry, state=turn.state)
         turn.sampled = completion, answer
         return entry
+
+    def _among(self, turn: TurnInProgress, context: bytes) -> SamplingParams:
+        """Return sampling parameters that allow only the turn's choices.
+
+        Raises:
+            EpisodeError: the engine or the model cannot be held to them, or the turn is too short for one.
+        """
+        engine, chat_format = self._episode.services.engine.capabilities, self._settings.chat_format
+        texts = [tuple(chat_format.encode(choice, array("i", context))) for choice in turn.choices]
+        longest = max(map(len, texts))
+        problems = {
+            "the model thinks before it answers": chat_format.call_frame is None,
+            f"the engine {engine.name!r} cannot be held to choices": not (engine.choices or engine.grammars),
+            f"one has {longest} tokens, so raise sampling.max_tokens": longest > turn.sampling.max_tokens,
+        }
+        for problem in (text for text, is_met in problems.items() if is_met):
+            raise EpisodeError(
+                f"{self._episode.name}:{self.seat}.{self.index}: act(choices={[*turn.choices]}): {problem}",
+                reason="environment_error",
+            )
+        grammar = {"type": "or", "elements": [{"type": "const_string", "value": choice} for choice in turn.choices]}
+        tag = json.dumps({"type": "structural_tag", "format": grammar})
+        return dataclasses.replace(turn.sampling, choices=tuple(texts), grammar=tag)
 
     def _answer(self, turn: TurnInProgress, completion: Completion, answer: Message | LimitReachedError) -> Turn:
         """Append the policy's answer to the conversation, and return it as a turn.
