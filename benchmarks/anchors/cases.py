@@ -63,11 +63,12 @@ class Anchor:
     task: str
     published: str
     source: str
+    """Empty, as `published`, if nothing was found."""
     reward: str
     """What the rewards on the page mean."""
     arms: Mapping[str, Arm]
-    notes: Sequence[str] = ()
-    """Sentences about what the runs show."""
+    notes: str = ""
+    """What the runs show."""
     quick: bool = field(default=False)
     """Whether `--quick` runs it."""
 
@@ -79,15 +80,60 @@ _COOKBOOK = "tinker-cookbook 0.6.1, recipes"
 
 ANCHORS: Mapping[str, Anchor] = MappingProxyType(
     {
+        "countdown": Anchor(
+            title="Solver and judge",
+            task="reach a target with three numbers; a judge chooses one of two tries",
+            published="one policy in both seats",
+            source="rLLM, examples/solver_judge",
+            reward="share of right expressions",
+            arms={
+                "both": Arm(
+                    title="solver and judge learn: two adapters, SmolLM2-135M-Instruct",
+                    config=f"{HERE}/countdown.toml",
+                    policy="solver",
+                ),
+                "frozen": Arm(
+                    title="the solver learns alone",
+                    config=f"{HERE}/countdown_frozen.toml",
+                    policy="solver",
+                ),
+            },
+            notes="**Both learn; the judge makes no difference.** It chooses a right expression in 0.13 of the "
+            "problems before and 0.38 after.",
+        ),
+        "tictactoe": Anchor(
+            title="Self-play",
+            task="TicTacToe against the model at step 0",
+            published="Qwen3-4B collapses at steps 80 to 110",
+            source=f"{_COOKBOOK}/multiplayer_rl/text_arena",
+            reward="a win 1, a draw 0.5",
+            arms={
+                "self": Arm(
+                    title="against itself alone",
+                    config=f"{HERE}/tictactoe_self.toml",
+                    quick=("--steps=3",),
+                    match=_MATCH,
+                    seeds=5,
+                ),
+                "pool": Arm(
+                    title="half against past versions",
+                    config=f"{HERE}/tictactoe_pool.toml",
+                    quick=("--steps=3",),
+                    match=_MATCH,
+                    seeds=5,
+                ),
+            },
+            notes="**No collapse**, with or without past versions, at 0.09 M parameters.",
+        ),
         "arithmetic": Anchor(
-            title="Addition without a tool",
-            task="“What is 4 + 5?”, “9”, “What is 37 + 58?”: the model adds two numbers up to 100.",
-            published="Qwen3.5-9B-Base, steps of 400 episodes: from 0.66 to 1 in the first few steps",
-            source=f"{_COOKBOOK}/math_rl/README.md",
-            reward="share of right sums, less 0.1 for a reply that was cut off",
+            title="Addition",
+            task="two numbers up to 100, without a tool",
+            published="Qwen3.5-9B-Base, 0.66 to 1",
+            source=f"{_COOKBOOK}/math_rl",
+            reward="share of right sums, less 0.1 for a cut reply",
             arms={
                 "qwen": Arm(
-                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, steps of 64",
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA",
                     config=f"{HERE}/arithmetic.toml",
                     quick=(
                         *("--steps=3", "--policies.solver.step_size=16"),
@@ -95,7 +141,7 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     ),
                 ),
                 "cookbook": Arm(
-                    title="the same by the unmodified recipe `math_rl` through `agentrl-tinker`",
+                    title="by the recipe `math_rl` through `agentrl-tinker`",
                     config=f"{HERE}/arithmetic.toml",
                     recipe=Recipe(
                         module="tinker_cookbook.recipes.math_rl.train",
@@ -121,138 +167,62 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     seeds=1,
                 ),
             },
-            notes=(
-                "**Reproduced in part.** From a start as high as the published one the reward rises within six steps, "
-                "but not to 1: over the 192 tasks of the three seeds, 0.75 ± 0.06 before and 0.89 ± 0.04 after.",
-                "**Both doors learn alike.** The recipe's training reward lies within Student's 95% interval of the "
-                "three runs of `agentrl train` in each of the 12 steps; over them it is 0.01 ± 0.03 higher. Group "
-                "size, groups, learning rate, rank, tokens and loss are the same; the recipe's prompt has no system "
-                "message.",
-            ),
+            notes="**Reproduced in part.** The training reward of the recipe lies within the interval of "
+            "`agentrl train` in each of 12 steps.",
             quick=True,
         ),
-        "tictactoe": Anchor(
-            title="Self-play for 256 steps",
-            task="TextArena's TicTacToe. The policy plays both sides, and learns from both.",
-            published="Qwen3-4B-Instruct-2507, steps of 512 episodes, reward from -1 to 1 against the base model: from "
-            "-0.4 to +0.5 … +0.7 at step 40, collapse at steps 80 to 110, then below the base model (-0.1 … -0.25) "
-            "until step 256. The README names games against frozen copies of the weights as a possible remedy",
-            source=f"{_COOKBOOK}/multiplayer_rl/text_arena/README.md",
-            reward="score in games from the empty board against the model at step 0, 1 for a win and 0.5 for a draw; "
-            "twice the score less 1 is the published scale",
-            arms={
-                "self": Arm(
-                    title="against itself alone",
-                    config=f"{HERE}/tictactoe_self.toml",
-                    quick=("--steps=3",),
-                    match=_MATCH,
-                    seeds=5,
-                ),
-                "pool": Arm(
-                    title="half of the games against past versions",
-                    config=f"{HERE}/tictactoe_pool.toml",
-                    quick=("--steps=3",),
-                    match=_MATCH,
-                    seeds=5,
-                ),
-            },
-            notes=(
-                "**The collapse did not appear**, with or without the pool, so these runs do not show whether the pool "
-                "prevents it. The model (0.09 M parameters) and the step (32 episodes) differ from the published run.",
-            ),
-        ),
         "frozen_lake": Anchor(
-            title="Frozen lakes, with and without a filter of groups",
-            task="Gymnasium's FrozenLake on maps of 4 by 4 squares, not slippery; one move a turn.",
-            published="Qwen2.5-0.5B-Instruct: training on the groups whose rewards vary most delays the collapse of "
-            "multi-turn training, and reaches higher rewards than without a filter",
-            source="RAGEN, arXiv 2504.20073, sections on StarPO-S",
-            reward="share of 256 unseen lakes crossed",
+            title="Frozen lakes",
+            task="Gymnasium's FrozenLake, 256 unseen maps",
+            published="a filter of groups delays collapse",
+            source="RAGEN, arXiv 2504.20073",
+            reward="share crossed",
             arms={
                 "all": Arm(title="all groups", config=_LAKES, settings=_LAKE_SETTINGS),
                 "filtered": Arm(
-                    title="groups of equal rewards are replaced (`credit.dynamic_sampling`)",
+                    title="`credit.dynamic_sampling`",
                     config=_LAKES,
                     settings=(*_LAKE_SETTINGS, "--credit.dynamic_sampling=true"),
                 ),
             },
-            notes=(
-                "**Both learn**, and differ by less than their seeds do. Nothing collapses, so these runs do not show "
-                "whether the filter delays a collapse.",
-                "Until 30 November this page reported four collapses in six runs. The example's training reward "
-                "caused them: it paid walking to and fro beside the start more than a try that ends in a hole. "
-                "Running out of moves now costs 0.25; the held-out reward is the same.",
-            ),
+            notes="**Both learn.** Nothing collapsed, so the filter had nothing to delay.",
         ),
         "sokoban": Anchor(
-            title="Sokoban, with and without a filter of groups",
-            task="One box on six by six squares with outer walls, one move a turn. Each level is made by 12 random "
-            "moves backward from its solution, and 12 moves are allowed.",
-            published="Qwen2.5-0.5B-Instruct: as for frozen lakes",
-            source="RAGEN, arXiv 2504.20073, sections on StarPO-S",
-            reward="share of 256 unseen levels solved",
+            title="Sokoban",
+            task="one box, 256 unseen levels",
+            published="as for frozen lakes",
+            source="RAGEN",
+            reward="share solved",
             arms={
                 "taught": Arm(
-                    title="80 supervised steps of 64 levels, half of the moves random",
+                    title="supervised steps",
                     config=f"{HERE}/sokoban_taught.toml",
                 ),
                 "all": Arm(
-                    title="then 48 steps of 64 episodes by reward, all groups",
+                    title="then RL, all groups",
                     config=f"{HERE}/sokoban.toml",
                     start_from="taught",
                     start_policy="player",
                 ),
                 "filtered": Arm(
-                    title="the same, groups of equal rewards are replaced (`credit.dynamic_sampling`)",
+                    title="then RL, `credit.dynamic_sampling`",
                     config=f"{HERE}/sokoban.toml",
                     settings=("--credit.dynamic_sampling=true",),
                     start_from="taught",
                     start_policy="player",
                 ),
             },
-            notes=(
-                "**No run collapsed, so the filter had nothing to prevent.** All runs rise above their supervised "
-                "start. With the filter the end is higher in each seed, by 0.06 ± 0.10, which may be chance.",
-            ),
-        ),
-        "countdown": Anchor(
-            title="Countdown with a solver and a judge",
-            task="“Numbers: 3, 8, 2. Target: 9.”, “3 + 8 - 2”: three numbers up to 9 are added or subtracted, each "
-            "once. The solver tries twice, and the judge chooses one of the two. In training, being "
-            "chosen is rewarded, too.",
-            published="an example in which one policy plays solver and judge; no result in which two policies learned "
-            "was found",
-            source="rLLM, examples/solver_judge",
-            reward="share of right expressions",
-            arms={
-                "both": Arm(
-                    title="solver and judge learn, as two adapters on SmolLM2-135M-Instruct",
-                    config=f"{HERE}/countdown.toml",
-                    policy="solver",
-                ),
-                "frozen": Arm(
-                    title="the solver learns, the judge stays the base model",
-                    config=f"{HERE}/countdown_frozen.toml",
-                    policy="solver",
-                ),
-            },
-            notes=(
-                "**Both learn; the judge makes no difference.** The share of right expressions rises as much beside a "
-                "judge that learns as beside a frozen one, in each of three seeds. The choice of the judge that learns "
-                "is right in 0.13 of the problems before and 0.38 after (means of three seeds), no more than the "
-                "solver's expressions are.",
-            ),
+            notes="**No collapse.** The gain by the filter, 0.06 ± 0.10, may be chance.",
         ),
         "tool_call": Anchor(
-            title="A tool, called by a model of 0.5 B parameters",
-            task="Word problems with one operation on numbers up to 998, and a tool `calculate(a, op, b)`.",
-            published="no result of this size; Qwen2.5-Coder-0.5B-Instruct calls tools, but not in the form that its "
-            "chat template asks for",
-            source="the README of agentrl",
-            reward="half for a call whose result is the answer, half for then stating the answer",
+            title="One tool",
+            task="word problems with `calculate`",
+            published="",
+            source="",
+            reward="half for the call, half for the answer",
             arms={
                 "json": Arm(
-                    title='Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, `model.reply_format = "json"`',
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA",
                     config="examples/16_qwen.toml",
                     settings=("--evaluation.tasks=32",),
                     quick=(
@@ -263,72 +233,56 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     ),
                 ),
             },
-            notes=(
-                "**Learned.** After eight steps of 16 episodes, all of 32 held-out problems earn the whole reward in "
-                "two seeds, and 31 in the third; the exact 95% interval of the share of such problems is 0.89 to 1 for "
-                "a seed with all.",
-            ),
+            notes="**Learned**: 31 or 32 of 32 held-out problems earn the whole reward.",
         ),
         "files": Anchor(
-            title="Three tools and files",
-            task="“How many pears and saws are there together?”: the model lists four files, reads two, and writes the "
-            "sum into a third. The tools are `list_files`, `read_file` and `write_file`.",
-            published="no result of this size",
-            source="the same model as above",
-            reward="a quarter for reading each of the two files, half for writing the right sum",
+            title="Three tools",
+            task="read two of four files, write their sum",
+            published="",
+            source="",
+            reward="a quarter for each file, half for the sum",
             arms={
                 "qwen": Arm(
-                    title='Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 8, `model.reply_format = "json"`',
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA",
                     config=f"{HERE}/files.toml",
                 ),
             },
-            notes=(
-                "**Learned in part.** Before training, the model calls the tools in the form that is read, but repeats "
-                "a call until no turn is left (8 of 16 held-out tasks of seed 0), or writes a number before it has "
-                "read a file. After four steps it reads the files in turn, which earns the half for reading, and "
-                "writes a number in the last turn. No sum was right, in either seed.",
-            ),
+            notes="**Learned in part**: it reads the files; no sum was right.",
         ),
         "reverse_text": Anchor(
-            title="Reversed texts: supervised steps, then reward",
-            task="Three words, to be written backward character by character.",
-            published="Qwen3-0.6B on longer texts: 0.05 before, 0.8 after supervised steps and 20 RL steps of 128 "
-            "episodes",
+            title="Reversed texts",
+            task="three words backward",
+            published="Qwen3-0.6B, 0.05 to 0.8",
             source="prime-rl, examples/reverse_text",
-            reward="similarity of the reply to the reversed text: twice the length of the matching blocks, over both "
-            "lengths",
+            reward="similarity",
             arms={
                 "taught": Arm(
-                    title="24 supervised steps of 16 texts, all weights",
+                    title="supervised steps, all weights",
                     config=f"{HERE}/reverse_text_taught.toml",
                 ),
                 "rewarded": Arm(
-                    title="then 20 steps of 32 episodes by reward, LoRA",
+                    title="then RL, LoRA",
                     config=f"{HERE}/reverse_text.toml",
                     start_from="taught",
                     start_policy="writer",
                 ),
             },
-            notes=(
-                "**Reproduced in part.** Supervised steps raise the reward as published, in each of three seeds. "
-                "Whether the steps by reward do is open: held out, they change it by -0.01, 0.08 and 0.01. The "
-                "published run takes steps of 128 episodes.",
-            ),
+            notes="**Reproduced in part**: supervised steps help as published; RL adds -0.01, 0.08 and 0.01.",
         ),
         "guess_number": Anchor(
             title="Guess a number",
-            task="A number between 0 and 1024, ten guesses, each answered by “Too low” or “Too high”.",
-            published="Qwen3.5-4B, steps of 256 episodes: from about 0 to 0.8 and more within 20 steps",
-            source=f"{_COOKBOOK}/multiplayer_rl/guess_number/README.md",
-            reward="1 for the right number, less 1 for each reply that is no guess",
+            task="0 to 1024, ten guesses",
+            published="Qwen3.5-4B, 0 to 0.8 in 20 steps of 256",
+            source=f"{_COOKBOOK}/multiplayer_rl/guess_number",
+            reward="1 for the number, less 1 for each invalid reply",
             arms={
                 "qwen": Arm(
-                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA of rank 32, steps of 16",
+                    title="Qwen2.5-Coder-0.5B-Instruct, LoRA",
                     config=f"{HERE}/guess_number.toml",
                     seeds=1,
                 ),
                 "cookbook": Arm(
-                    title="the same by the unmodified recipe `guess_number` through `agentrl-tinker`",
+                    title="by the recipe `guess_number` through `agentrl-tinker`",
                     config=f"{HERE}/guess_number.toml",
                     recipe=Recipe(
                         module="tinker_cookbook.recipes.multiplayer_rl.guess_number.train",
@@ -347,15 +301,7 @@ ANCHORS: Mapping[str, Anchor] = MappingProxyType(
                     seeds=1,
                 ),
             },
-            notes=(
-                "**Not reproduced: the format is learned, the search is not.** The share of replies that are no guess "
-                "falls from 47% to 2% in four training steps of 16 games. One training game and no held-out game found "
-                "the number: the model changes its guess by about one a turn. The published run took twenty steps of "
-                "256 games.",
-                "**Both doors learn alike.** The training rewards are -4.69, -0.81, 0.06 and -0.19 with "
-                "`agentrl train`, and -4.69, -0.25, -0.06 and -0.06 with the recipe; the held-out rewards at the end "
-                "agree within their intervals.",
-            ),
+            notes="**Not reproduced**: the format is learned (invalid replies fall from 47% to 2%), the search is not.",
         ),
     }
 )

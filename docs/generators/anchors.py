@@ -24,13 +24,11 @@ Record = Mapping[str, Any]
 INTRODUCTION = """\
 # Anchors
 
-Small results that other projects published, reached here on two shared CPU cores. The models are mostly smaller than
-the published ones, so compare the shape of a curve, not its height. `python -m benchmarks.anchors --anchor NAME`
-repeats one. `docs/anchors.json` has the command, curve, CPU time, memory and digest of each run; this page is generated
-from it by `python -m docs.generators.anchors`.
+Small results that other projects published, reached here. The models are mostly smaller than the published ones, so
+compare the shape of a curve, not its height. `python -m benchmarks.anchors --anchor NAME` repeats one;
+`docs/anchors.json` has the command, curve, cost and digest of each run.
 
-Rewards are held out: no training step saw the tasks. They are means over all seeds that ran to their end, with
-Student's 95% interval over the runs' means, which says how much runs differ. One seed has none.
+Held-out rewards: means over seeds with Student's 95% interval.
 """
 
 
@@ -60,23 +58,16 @@ def rows(anchor: Anchor, records: Sequence[Record]) -> list[list[str]]:
         if curves:
             steps = sorted(set.intersection(*map(set, curves)))
             ends = [over_seeds([curve[step] for curve in curves]) for step in (steps[0], steps[-1])]
-            cells.append([f"[{anchor.title}](#{slug(anchor.title)})", arm.title, seeds, str(steps[-1]), *ends])
+            cells.append([anchor.title, arm.title, seeds, str(steps[-1]), *ends])
         elif own:
             cells.append([anchor.title, arm.title, seeds, "–", "–", "–"])
     return cells
 
 
-def slug(title: str) -> str:
-    """Return the name of a heading in links."""
-    return "".join(each for each in title.lower().replace(" ", "-") if each.isalnum() or each == "-")
-
-
-def section(anchor: Anchor) -> str:
-    """The part of the page about one anchor."""
-    return (
-        f"\n## {anchor.title}\n\n{anchor.task} Reward: {anchor.reward}.\n\n"
-        f"**Published:** {anchor.published} ({anchor.source}).\n\n{' '.join(anchor.notes)}\n"
-    )
+def verdict(anchor: Anchor) -> str:
+    """The line of the page about one anchor."""
+    published = f"Published: {anchor.published} ({anchor.source}). " if anchor.source else ""
+    return f"* **{anchor.title}**: {anchor.task} ({anchor.reward}). {published}{anchor.notes}\n"
 
 
 def page(records: Sequence[Record]) -> str:
@@ -84,11 +75,12 @@ def page(records: Sequence[Record]) -> str:
     count = sum(bool(row["curve"]) for row in records)
     machines = ", ".join(dict.fromkeys(row["machine"] for row in records))
     by_anchor = {name: [row for row in records if row["anchor"] == name] for name in ANCHORS}
-    headings = ["task", "what learns", "seeds", "steps", "held-out reward before", "after"]
+    headings = ["task", "what learns", "seeds", "steps", "before", "after"]
     return (
         f"{INTRODUCTION}\n{plural(count, 'run')} on {machines}, shared with other work.\n\n"
         + table(headings, [row for name, anchor in ANCHORS.items() for row in rows(anchor, by_anchor[name])])
-        + "".join(map(section, ANCHORS.values()))
+        + "\n"
+        + "".join(map(verdict, ANCHORS.values()))
     )
 
 

@@ -26,12 +26,13 @@ COLUMNS = {
     "wall_per_step": "seconds per step",
     "wall_s": "seconds to {goal}",
     "reached": "runs that reached it",
-    "steps_to_goal": "steps to {goal}",
     "cpu_s": "CPU seconds to {goal}",
     "share_wasted": "tokens wasted",
     "peak_mib": "peak MiB",
 }
 """Column of a summary's table: its heading."""
+SPREAD = {"wall_per_step", "wall_s"}
+"""Columns with quartiles; those of the others are in docs/peers.json."""
 PART_TITLES = {
     "calculator": "Calculator",
     "curves": "The same algorithm in two trainers",
@@ -70,26 +71,20 @@ README_ROWS = (
 
 
 HOW = """\
-* **Seconds per step** are the mean after the third step, which fills the pipeline. Seconds and CPU seconds (of all
-  processes) **to the goal** run from the start of training to the first snapshot with that held-out reward. Each step
-  of the calculator leaves a snapshot; of the other tasks, every third does, so compare their seconds per step.
-* Every recorded run counts in its row, and a ratio names its seeds. A run that misses the goal counts as slower than
-  all others. A ratio of 0 means that only agentrl reached the goal, "not reached" that only the other side did.
-* A **wasted** token was sampled but not trained by the last step, episodes in flight at the end included.
+* **Seconds per step** are the mean after the third step. Seconds and CPU seconds (of all processes) **to the goal** run
+  from the start of training to the first snapshot with that held-out reward.
+* Every recorded run counts. A run that misses the goal counts as slower than all others. A ratio of 0 means that only
+  agentrl reached the goal, "not reached" that only the other side did.
+* A **wasted** token was sampled but not trained by the last step.
 * **Ratios differ between machines.** On two cores of an Intel Xeon, the default took about as long as the naive loop.
-  The machines are virtual ones on shared hosts, and rows of one table were measured hours or days apart, at several
-  commits: the same seed took 6.7 CPU seconds, and minutes later 9.2. Two cores and small models measure Python, HTTP
-  and processes more than arithmetic. Nothing was measured on a GPU.
-* **TRL 1.16** was the newest version that the package index had. TRL 1.18 and 1.19 were not measured. Its asynchronous
-  trainer does not start on a CPU as published, so it has a patch of ours. For "merged", we also wrote a transfer of
-  weights through a file, since TRL's own is NCCL. TRL's default is twice as many conversations in flight.
-* Rows with vLLM train a LoRA, the others all weights. "In lockstep" is `max_staleness = 0`; "in its own process" is
-  `engine.replicas = 1`.
-* With slow tools, TRL drops samples beyond its bound on staleness. agentrl's `max_lag` leaves out the older tokens, and
-  trains the rest of the episode. TRL's synchronous trainer makes the tool calls of a step one after another.
-* agentrl's authors chose the settings, after pilots of agentrl and of one or two seeds of TRL. Nobody of the other
-  projects reviewed them. All settings, versions and commits are in `docs/peers.json`, with the runs of two more parts:
-  orchestration without a model, and SIGKILL in the middle of a step.
+  Rows of one table were measured hours or days apart, on shared hosts. Nothing was measured on a GPU.
+* **TRL 1.16** was the newest version that the package index had. Its asynchronous trainer has a patch of ours, without
+  which it does not start on a CPU. "Merged" has a transfer of weights through a file, since TRL's own is NCCL.
+  TRL's default is twice as many conversations in flight.
+* "In lockstep" is `max_staleness = 0`; "own process" is `engine.replicas = 1`. Rows with vLLM train a LoRA.
+* With slow tools, TRL drops samples beyond its bound on staleness; `max_lag` leaves out the older tokens. TRL's
+  synchronous trainer makes the tool calls of a step one after another.
+* agentrl's authors chose the settings, in `docs/peers.json`. Nobody of the other projects reviewed them.
 """
 
 
@@ -108,6 +103,11 @@ def spread(values: Sequence[float | None] | None) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
+def middle(values: Sequence[float | None] | None) -> str:
+    """The median alone; a dash where nothing was measured."""
+    return spread(None if values is None else [values[1]] * 3)
+
+
 def share(values: Sequence[float]) -> str:
     """The median in percent."""
     return f"{values[1]:.0%}" if values[1] else "0"
@@ -118,7 +118,7 @@ def cell(row: Mapping[str, Any], column: str) -> str:
         return f"{row['reached']} of {row['runs']}"
     if column == "share_wasted":
         return share(row[column])
-    return spread(row[column])
+    return (spread if column in SPREAD else middle)(row[column])
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -193,10 +193,9 @@ def page(line: Mapping[str, Any]) -> str:
     """All of docs/results/benchmarks.md."""
     text = (
         "# agentrl and its peers\n\n"
-        "`python -m benchmarks.peers` installs each library from the package index, pinned, and gives all of them the "
-        "same task. This page is generated from its result by `python -m docs.generators.peers`. Cells are medians, "
-        "with quartiles; of fewer than four runs, with the extremes. In tables of ratios, seed by seed, agentrl needs "
-        f"less where a number is below 1.\n\n{HOW}"
+        "`python -m benchmarks.peers` gives each library, pinned, the same task, and `python -m docs.generators.peers` "
+        "writes this page. Cells are medians, of times with quartiles; of fewer than four runs, with the extremes. In "
+        f"tables of ratios, seed by seed, agentrl needs less where a number is below 1.\n\n{HOW}"
     )
     for part, title in PART_TITLES.items():
         if (report := line["parts"].get(part)) is None:
