@@ -42,7 +42,8 @@ def main() -> None:
         print(name, *(f"{step}: {score:.3f}" for step, score in zip(steps, scores, strict=True)))
         lines.append(Line(f"against {name}", steps, scores, color=number, dots=True))
     lines.append(Line("perfect play against random moves", [steps[0], steps[-1]], [PERFECT, PERFECT], color=2))
-    options.out.write_text(framed(lines))
+    title = "Share of games won, a draw by half, by optimizer step"
+    options.out.write_text(framed(lines, title=title, low=0.4, high=1.0))
 
 
 def step_of(version: Path) -> int:
@@ -50,14 +51,14 @@ def step_of(version: Path) -> int:
     return int(version.name.rpartition(".")[2])
 
 
-def framed(lines: list[Line]) -> str:
-    """The plot with its style and a line of text for each curve."""
-    title = "Share of games won, a draw by half, by optimizer step"
-    drawn = plot(lines, title=title, low=0.4, high=1.0)
-    heights = (HEIGHT - 34 - 15 * place for place in range(len(lines)))
+def framed(lines: list[Line], *, title: str, low: float, high: float | None) -> str:
+    """The plot with its style and a line of text for each curve that has a label."""
+    drawn = plot(lines, title=title, low=low, high=high)
+    labeled = [line for line in lines if line.label]
+    first = 28 if high is None else HEIGHT - 34 - 15 * (len(labeled) - 1)  # below the curves, above one that falls
     rows = "".join(
-        f'<text class="c{line.color}" x="{WIDTH - 16}" y="{height}" text-anchor="end">{line.label}</text>'
-        for height, line in zip(heights, reversed(lines), strict=True)
+        f'<text class="c{line.color}" x="{WIDTH - 16}" y="{first + 15 * place}" text-anchor="end">{line.label}</text>'
+        for place, line in enumerate(labeled)
     )
     head, body = drawn.split(">", 1)
     return (
