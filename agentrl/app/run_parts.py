@@ -277,10 +277,10 @@ def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | 
 
 
 def let_waiting_threads_sleep(config: RunConfig) -> None:
-    """Set `OMP_WAIT_POLICY` of a run whose engine and trainer, in processes of their own, may come to overlap with a
-    thread per core each: threads that spin while they wait then make steps several times as long. Call it before
-    anything imports torch, which reads it."""
-    if not config.engine_in_process and any(len(policy.staleness_choices) > 1 for policy in config.trained.values()):
+    """Set `OMP_WAIT_POLICY` of a run whose engine has its own process: threads of one process that spin while they wait
+    take the cores of the other, and steps are several times as long. Call it before anything imports torch, which reads
+    it."""
+    if not config.engine_in_process:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -97,8 +97,9 @@ P = TypeVar("P", bound=Section)
 
 SLOTS, SLOTS_ON_LARGE_GPU = 64, 256
 """Default of `engine.slots`: decoding on a large GPU is bound by reading the weights, far beyond 64 rows."""
-MIN_GPU_PARAMETERS = 20_000_000
-"""Parameters from which a model gets a GPU by itself: a smaller one spends its time on launching kernels."""
+CORES_FOR_TWO, MIN_GPU_PARAMETERS = 2, 20_000_000
+"""CPU cores from which an engine has its own process by default; parameters from which a model gets a GPU by itself: a
+smaller one spends its time on launching kernels."""
 
 
 class RunConfig(Section):
@@ -452,9 +453,12 @@ class RunConfig(Section):
 
     @property
     def engine_in_process(self) -> bool:
-        """Whether the engine runs in the run's process."""
-        in_process = self.engine.replicas == 0 and self.workers == 1 and not self.cluster.address
-        return self.engine.kind == "embedded" and in_process
+        """Whether the engine runs in the run's process. By default it shares a GPU and the frozen weights of adapters
+        with the trainer. Otherwise it computes beside it, because Python runs one thread of a process at a time."""
+        has_core = len(os.sched_getaffinity(0)) >= CORES_FOR_TWO and (self.stays_on_cpu or not machine.gpus())
+        shares = not has_core or all(policy.served_adapter for policy in self.trained.values())
+        in_process = self.engine.replicas == 0 or (self.engine.replicas == "auto" and shares)
+        return self.engine.kind == "embedded" and in_process and self.workers == 1 and not self.cluster.address
 
     @property
     def on_cluster(self) -> bool:
@@ -672,7 +676,7 @@ def _engine_parts(config: RunConfig) -> Iterator[Part]:
         if config.filtered and (unfiltered := [name for name in local if name not in config.filtered]):
             names = " and ".join(f"policies.{name}" for name in unfiltered)
             yield MIXED_FILTERS._replace(setting=f"top_k, top_p or min_p for all policies but {names}")
-    if engine.replicas > 1:
+    if engine.count > 1:
         yield REPLICAS._replace(setting=f"engine.replicas = {engine.replicas}")
     if config.evaluation.every:
         yield EVALUATION._replace(setting=f"evaluation.every = {config.evaluation.every}")

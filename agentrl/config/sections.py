@@ -116,18 +116,20 @@ PARALLEL_SIZES = frozenset(
 )
 """Arguments of vLLM that multiply the GPUs of an engine; experts are spread over the GPUs of the others."""
 MAX_PARALLEL = 1024
+VllmArguments = dict[str, Any] | Literal[False] | None
 
 
 class EngineConfig(Section):
     """The inference engine."""
 
-    vllm: WaveFixed[Machine[dict[str, Any] | Literal[False] | None]] = None
+    vllm: WaveFixed[Machine[VllmArguments]] = None
     """A table, even an empty one, selects vLLM; false: the embedded engine; null: vLLM on a GPU if it is installed and
     serves the run, otherwise the embedded engine; a resumed run keeps its engine. Keys are vLLM's engine arguments,
     such as `tensor_parallel_size = 2` (docs/reference/engines.md)."""
-    replicas: Free[Machine[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]]] = 0
-    """Number of engines, each in its own process. 0: one engine, in the run's process where possible. vLLM always has
-    its own process, and so does any engine with several `workers` or with `cluster.address`."""
+    replicas: Free[Machine[Literal["auto"] | Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]]] = "auto"
+    """Number of engines, each in its own process. 0: one engine, in the run's process. `auto`: one, in its own process
+    (260 MiB more) where full weights or a merged adapter learn on two CPU cores. vLLM, and engines with several
+    `workers` or `cluster.address`, always have their own."""
     slots: WaveFixed[Annotated[NonNegative, NumberUnit("conversations")]] = 0
     """Number of conversations whose KV cache is held at once; they share each forward pass. 0: 64, or 256 for vLLM on
     GPUs of at least 40 GB."""
@@ -146,12 +148,9 @@ class EngineConfig(Section):
 
     @field_validator("vllm")
     @classmethod
-    def _check_parallel_sizes(
-        cls, arguments: dict[str, Any] | Literal[False] | None
-    ) -> dict[str, Any] | Literal[False] | None:
+    def _check_parallel_sizes(cls, arguments: VllmArguments) -> VllmArguments:
         """Check the parallel sizes, which decide how many GPUs an engine takes."""
-        sizes = arguments or {}
-        for name in PARALLEL_SIZES & sizes.keys():
+        for name in PARALLEL_SIZES & (sizes := arguments or {}).keys():
             if type(sizes[name]) is not int or not 0 < sizes[name] <= MAX_PARALLEL:
                 raise ValueError(f"{name} = {sizes[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
         return arguments
@@ -164,7 +163,7 @@ class EngineConfig(Section):
     @property
     def count(self) -> int:
         """Number of engines of each base model."""
-        return max(1, self.replicas)
+        return int(self.replicas != "auto" and self.replicas) or 1
 
     @property
     def devices(self) -> int:

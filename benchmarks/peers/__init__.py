@@ -15,8 +15,8 @@ Contestants (`contenders.py`; their scripts are in `contestants/`):
 
 * `agentrl_embedded`, `agentrl_vllm`: from the wheel of this working tree. `agentrl_lockstep` and
   `agentrl_vllm_adapter` are the same without asynchrony and without merging the LoRA, which their peers lack.
-* `agentrl_process`: the embedded engine in its own process (`engine.replicas = 1`). Otherwise it shares Python's global
-  lock with the trainer and the episodes, and waiting for it took about a fifth of a calculator step.
+* `agentrl_process`: the embedded engine in its own process, the default. With `engine.replicas = 0`, as in the other
+  rows, it shares Python's global lock with the trainer and the episodes.
 * `agentrl_vllm_unbounded`: with slow tools, agentrl's default in place of TRL's bound on staleness.
 * `trl_async`: TRL's asynchronous trainer with a vLLM server of the same version and arguments that agentrl uses. It
   does not start on a CPU as shipped; `contestants/trl_cpu_patch.py` is the smallest patch with which it does.

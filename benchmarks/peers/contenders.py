@@ -99,6 +99,7 @@ AGENTRL_EMBEDDED = Contender(
     config="agentrl_embedded.toml",
     user_files=("agentrl_calculator.py", "agentrl_training.py", "agentrl_embedded.toml"),
     words_files=("agentrl_words.py", "agentrl_training.py", "words.py", "agentrl_embedded.toml"),
+    overrides=("--engine.replicas=0",),
     proposer_and_solver=True,
     settings={"weights": "all"},
 )
@@ -124,7 +125,7 @@ CONTENDERS = {
     "agentrl_process": replace(
         AGENTRL_EMBEDDED,
         title="agentrl, embedded engine in its own process",
-        overrides=("--engine.replicas=1",),
+        overrides=(),
     ),
     "agentrl_vllm": AGENTRL_VLLM,
     "agentrl_vllm_adapter": replace(

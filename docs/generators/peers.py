@@ -76,12 +76,13 @@ HOW = """\
 * Every recorded run counts. A run that misses the goal counts as slower than all others. A ratio of 0 means that only
   agentrl reached the goal, "not reached" that only the other side did.
 * A **wasted** token was sampled but not trained by the last step.
-* **Ratios differ between machines.** On two cores of an Intel Xeon, the default took about as long as the naive loop.
+* **Ratios differ between machines.** On two cores of an Intel Xeon, "embedded" took about as long as the naive loop.
   Rows of one table were measured hours or days apart, on shared hosts. Nothing was measured on a GPU.
 * **TRL 1.16** was the newest version that the package index had. Its asynchronous trainer has a patch of ours, without
   which it does not start on a CPU. "Merged" has a transfer of weights through a file, since TRL's own is NCCL.
   TRL's default is twice as many conversations in flight.
-* "In lockstep" is `max_staleness = 0`; "own process" is `engine.replicas = 1`. Rows with vLLM train a LoRA.
+* "In lockstep" is `max_staleness = 0`; "own process" is the default, and the others set `engine.replicas = 0`.
+  Rows with vLLM train a LoRA.
 * With slow tools, TRL drops samples beyond its bound on staleness; `max_lag` leaves out the older tokens. TRL's
   synchronous trainer makes the tool calls of a step one after another.
 * agentrl's authors chose the settings, in `docs/peers.json`. Nobody of the other projects reviewed them.

@@ -381,7 +381,7 @@ def test_a_fork_stays_on_this_machine(received: Received, listener: CountingList
     forks.path = received.path / "forks"
     ((text,),) = forks.rows("SELECT value FROM meta WHERE value LIKE '%\"config\"%' ORDER BY key DESC LIMIT 1")
     config = json.loads(text)["config"]
-    assert (config["cluster"]["address"], config["engine"]["vllm"], config["engine"]["replicas"]) == ("", None, 0)
+    assert (config["cluster"]["address"], config["engine"]["vllm"], config["engine"]["replicas"]) == ("", None, "auto")
     assert config["sandbox"] == {"driver": "bubblewrap", "unproved": "refuse"}
 
 

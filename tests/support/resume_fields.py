@@ -76,6 +76,7 @@ CHANGED: dict[str, Any] = {
     "model.template_variables": {"enable_thinking": False},
     "policies.guesser.model": SHIPPED_MODEL,
     "policies.frozen.model": SHIPPED_MODEL,
+    "engine.replicas": 1,
     "policies.guesser.lora": None,
     "policies.guesser.lora.target_modules": ["q_proj"],
     "policies.guesser.reference": REFERENCE.name,

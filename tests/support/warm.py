@@ -27,6 +27,7 @@ WARM.set_forkserver_preload(
         "agentrl_tinker.service",
         "agentrl.parts.learner",
         "transformers.models.qwen3.modeling_qwen3",
+        "tests.support.one_process",
         "tests.support.short_start_checks",
     ]
 )

@@ -21,10 +21,11 @@ from agentrl.app.memory_estimate import (
     with_chosen_token_limits,
 )
 from agentrl.cli.main import main
+from agentrl.config import run
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.machine import Memory
+from agentrl.core.machine import Gpu, Memory
 
 POSITIONS = 1024
 """Positions of the model in environments/calculator/model."""
@@ -49,9 +50,37 @@ def test_the_trainer_takes_ray_where_there_are_several_ranks(repository: Path) -
     assert configured(repository, cluster={"address": "auto"}).on_cluster
 
 
-def test_the_engine_has_a_process_of_its_own_where_replicas_are_asked_for(repository: Path) -> None:
+@pytest.mark.parametrize(
+    ("cores", "sections", "in_process"),
+    [
+        (2, {}, False),
+        (1, {}, True),
+        (8, {"engine": {"replicas": 0}}, True),
+        (8, {"policies": {"solver": {"lora": {"rank": 4}}}}, True),
+        (8, {"policies": {"solver": {"lora": {"rank": 4, "merge": True}}}}, False),
+        (8, {"policies": {"solver": {"kind": "frozen"}}}, True),
+        (1, {"engine": {"replicas": 1}}, False),
+        (1, {"workers": 2}, False),
+    ],
+)
+def test_the_engine_has_its_own_process_where_it_can_compute_beside_the_trainer(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, cores: int, sections: dict[str, Any], in_process: bool
+) -> None:
+    monkeypatch.setattr(run, "CORES_FOR_TWO", 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert configured(repository, **sections).engine_in_process == in_process
+
+
+def test_a_gpu_is_shared_in_one_process(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CORES_FOR_TWO", 1)
+    monkeypatch.setattr("agentrl.core.machine.gpus", lambda: (Gpu("0", "card", Memory(1 << 34, 1 << 34)),))
+    assert not configured(repository).engine_in_process, "so small a model stays on the CPU"
+    monkeypatch.setattr(run, "MIN_GPU_PARAMETERS", 0)
     assert configured(repository).engine_in_process
-    assert not configured(repository, engine={"replicas": 1}).engine_in_process
+
+
+def test_the_number_of_engines_is_that_of_the_replicas(repository: Path) -> None:
+    assert configured(repository).engine.count == 1
     assert [configured(repository, engine={"replicas": number}).engine.count for number in (0, 1, 2)] == [1, 1, 2]
 
 
