@@ -210,9 +210,9 @@ class Loss:
         policy = self._check_result(batch) * weights
         by_logprob, by_entropy, by_reference_kl = self._derivatives(policy, batch)
         loss, weight = policy.detach(), by_logprob.abs()
-        # Without a reward to weigh it against, AdamW would turn the bonus into steps of full size toward noise.
-        bonus = self.entropy_bonus * weights * (batch.advantages != 0)
-        loss, by_entropy = loss - bonus * batch.entropies.detach(), by_entropy - bonus
+        if self.entropy_bonus:
+            loss = loss - self.entropy_bonus * weights * batch.entropies.detach()
+            by_entropy = by_entropy - self.entropy_bonus * weights
         if self.kl and batch.reference_logprobs is not None:
             away = kl_divergence(batch.logprobs, batch.reference_logprobs)
             away = self.kl * weights * away
@@ -283,7 +283,7 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
         function=function,
         options=config.options,
         mark=mark,
-        skips_zeros=is_built_in and not (mark.reference or config.kl),
+        skips_zeros=is_built_in and not (mark.reference or section.entropy_bonus or config.kl),
         uses_entropy=not is_built_in or bool(section.entropy_bonus),
         entropy_bonus=section.entropy_bonus,
         kl=config.kl,

@@ -130,17 +130,15 @@ def test_entropy_and_divergence_are_added_with_their_weights() -> None:
     from agentrl.learn.losses import make_loss
 
     found = rows(0)
-    found[1] = (*found[1][:2], 0.0, *found[1][3:])  # no bonus without an advantage
     count = sum(LENGTHS)
     batch = flat(found, entropies=[1.0] * count, reference=[-1.0] * count)
     plain = evaluated(loss_named("ppo"), flat(found))
     section = TrainerConfig(loss=LossConfig(name="ppo", kl=0.1), entropy_bonus=0.5)
     ours = evaluated(make_loss(section), batch)
     away = batch.logprobs.detach() + 1.0
-    bonus = 0.5 * (batch.advantages != 0).to(away)
-    torch.testing.assert_close(ours.loss, plain.loss - bonus + 0.1 * (torch.exp(-away) - 1 + away))
+    torch.testing.assert_close(ours.loss, plain.loss - 0.5 + 0.1 * (torch.exp(-away) - 1 + away))
     torch.testing.assert_close(ours.by_logprob, plain.by_logprob + 0.1 * (1 - torch.exp(-away)))
-    torch.testing.assert_close(ours.by_entropy, -bonus)
+    torch.testing.assert_close(ours.by_entropy, torch.full_like(away, -0.5))
 
 
 def test_the_divergence_pulls_hardest_where_the_policy_is_farthest_away() -> None:

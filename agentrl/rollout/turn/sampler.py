@@ -123,7 +123,7 @@ class TurnSampler:
         turn = self._partial = episode.partials.turn(call, masked=has_mask)
         self.pauses = ()
         budget: RetryBudget | None = None
-        completion = turn.completion(sampling, routed=capabilities.expert_routing) if turn.pieces else None
+        completion = turn.completion(sampling, routed=capabilities.expert_routing)
         try:
             while completion is None:
                 if episode.spec.episode_id in services.parking.waiting:
