@@ -1,6 +1,7 @@
 """Two policies that learn together, measured exactly: Kuhn poker and the signalling game, five seeds an arm.
 
     python -m benchmarks.lab [--directory DIR] [--seeds 5] [--report] [--quick]
+    python -m benchmarks.lab --part defaults     # see lab_defaults.py
 
 `kuhn`: exploitability of the last version in chips a hand, mean over the seeds; `kuhn_worst`: of the worst seed.
 `kuhn_no_entropy`: the mean without entropy bonus; `kuhn_start`, `signalling_start`: of the first version.
@@ -68,12 +69,19 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="runs; without it, a temporary directory")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--report", action="store_true", help="start no run")
-    parser.add_argument("--quick", action="store_true", help="one seed, three steps")
+    parser.add_argument("--quick", action="store_true", help="one seed, a few steps")
+    parser.add_argument("--part", choices=("games", "defaults"), default="games")
+    parser.add_argument("--tasks", nargs="+", default=(), metavar="NAME", help="tasks of `defaults`")
+    parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="settings of the runs of `defaults`")
     options = parser.parse_args()
-    seeds = 1 if options.quick else options.seeds
+    seeds = options.seeds = 1 if options.quick else options.seeds
     report = Report("lab", quick=options.quick, repeats=seeds, compared_with="without entropy bonus; one policy frozen")
     with tempfile.TemporaryDirectory() as temporary:
         directory = (options.directory or Path(temporary)).resolve()
+        if options.part == "defaults":
+            from benchmarks import lab_defaults  # which imports this module
+
+            return lab_defaults.report(options, directory)
         for arm, (example, settings) in ARMS.items():
             runs = [directory / f"{arm}_{seed}" for seed in range(seeds)]
             for seed, run in enumerate(runs if not options.report else ()):
