@@ -21,12 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from agentrl.config.fields import hub_commit
 from agentrl.core.errors import ModelError
 from agentrl.engines.stored_tensors import FLOAT_DTYPES, StoredTensor, checkpoint_tensors, layer_prefix
-from agentrl.engines.weights.reading import (
-    count_numbers,
-    map_weights_to_state,
-    read_adapter_tensors,
-    read_weights,
-)
+from agentrl.engines.weights.reading import count_numbers, map_weights_to_state, read_adapter_tensors, read_weights
 from agentrl.learn.ranks import gather_tensor
 
 if TYPE_CHECKING:

@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from agentrl.core.errors import TrainerError
-from agentrl.core.files import (
-    WEIGHT_FILES,
-    link_or_copy,
-    rename_durably,
-    rename_whole,
-    sha256_of,
-    staging_directory,
-)
+from agentrl.core.files import WEIGHT_FILES, link_or_copy, rename_durably, rename_whole, sha256_of, staging_directory
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.canary import Canary
@@ -199,10 +192,7 @@ class CanaryBuilder:
                 "resume from an older checkpoint with a smaller learning rate"
             )
         return Canary(
-            contexts=self._contexts,
-            token_ids=self._token_ids,
-            logprobs=logprobs,
-            start_logprobs=self._start_logprobs,
+            contexts=self._contexts, token_ids=self._token_ids, logprobs=logprobs, start_logprobs=self._start_logprobs
         )
 
     def _logprobs(self, model: PolicyModel) -> Float32Array:
