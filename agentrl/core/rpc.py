@@ -113,6 +113,11 @@ class Connection:
         return self._end_error is None
 
     @property
+    def has_queued(self) -> bool:
+        """Whether a message waits for the end of this iteration of the event loop."""
+        return bool(self._send_buffer)
+
+    @property
     def calls_in_flight(self) -> Collection[asyncio.Future[Any]]:
         """Answers for which this end waits."""
         return self._calls.values()
@@ -165,7 +170,7 @@ class Connection:
         if on_part is not None:
             self._listeners[call] = on_part
         try:
-            self.send(message)
+            self.queue(message)
             async with asyncio.timeout(limit_s):
                 return await future
         except asyncio.CancelledError:
@@ -305,7 +310,7 @@ class Connection:
             reply = await work
         except Exception as error:  # noqa: BLE001 - the caller must hear of any exception
             reply = error_reply(call, error)
-        self.send(Acknowledgement(call=call) if reply is None else reply)
+        self.queue(Acknowledgement(call=call) if reply is None else reply)
 
     def _deliver(self, part: Part) -> None:
         listener = self._listeners.get(part.call)

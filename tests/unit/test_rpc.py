@@ -145,17 +145,42 @@ def test_a_deadline_ends_a_call_and_not_the_connection() -> None:
     asyncio.run(main())
 
 
+class Writer:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes, /) -> None:
+        self.written.append(data)
+
+    def close(self) -> None:
+        self.written.append(b"closed")
+
+
+def test_calls_of_one_moment_share_a_write_and_so_do_their_answers() -> None:
+    async def answered(call: int) -> rpc.Acknowledgement:
+        return rpc.Acknowledgement(call=call)
+
+    async def main() -> None:
+        writer = Writer()
+        connection = rpc.Connection(asyncio.StreamReader(), writer, DECODER)
+        calls = [Add(call=number, terms=[number]) for number in (1, 2, 3)]
+        asking = [asyncio.create_task(connection.ask(call.call, call)) for call in calls]
+        await asyncio.sleep(0.01)
+        assert writer.written == [b"".join(map(rpc.encode_frame, calls))]
+        for number in (7, 8):
+            connection.answer(number, answered(number))
+        await asyncio.sleep(0.01)
+        answers = [rpc.encode_frame(rpc.Acknowledgement(call=number)) for number in (7, 8)]
+        assert writer.written[1:] == [b"".join(answers)]
+        connection.close(LOST)
+        for task in asking:
+            with pytest.raises(EngineLostError):
+                await task
+
+    asyncio.run(main())
+
+
 def test_queued_messages_keep_their_order_and_share_a_write() -> None:
-    class Writer:
-        def __init__(self) -> None:
-            self.written: list[bytes] = []
-
-        def write(self, data: bytes, /) -> None:
-            self.written.append(data)
-
-        def close(self) -> None:
-            self.written.append(b"closed")
-
     async def main() -> None:
         writer = Writer()
         connection = rpc.Connection(asyncio.StreamReader(), writer, DECODER)

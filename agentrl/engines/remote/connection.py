@@ -64,7 +64,7 @@ class EngineConnection(rpc.Connection):
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectionSession:
         """Open a session of the process; if the process refuses, the first call fails."""
         number = self.next_call()
-        self.send(protocol.OpenSessionRequest(session=number, name=session_id, policy=policy, pin=pin))
+        self.queue(protocol.OpenSessionRequest(session=number, name=session_id, policy=policy, pin=pin))
         return ConnectionSession(self, number)
 
     async def generate(self, session: int, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
@@ -166,4 +166,4 @@ class ConnectionSession:
         self._connection.send(protocol.HoldVersionRequest(session=self._number, version=version))
 
     def close(self) -> None:
-        self._connection.send(protocol.CloseSessionRequest(session=self._number))
+        self._connection.queue(protocol.CloseSessionRequest(session=self._number))

@@ -122,16 +122,14 @@ class ConnectionHandler:
 
     async def _reply_or_error(self, work: Coroutine[Any, Any, rpc.Reply | None]) -> rpc.Reply | None:
         try:
-            reply = await work
+            return await work
         except EngineLostError:
             await self._exit_process()
             # Send no answer: the client must not repeat the call before this process has ended.
             raise asyncio.CancelledError from None
-        except Exception:
-            self.connection.send(self._busy())
-            raise
-        self.connection.send(self._busy())
-        return reply
+        finally:
+            if not self.connection.has_queued:  # once before the answers of one pass
+                self.connection.queue(self._busy())
 
     async def _wait_for_room(self, message: protocol.WaitForRoomRequest) -> None:
         session = self._sessions.get(message.session)
@@ -144,7 +142,7 @@ class ConnectionHandler:
             raise session or EngineError(f"call {message.request_id}: the session is closed")
 
         def on_delta(request_id: str, tokens: Tokens) -> None:
-            self.connection.send(protocol.NewTokens(call=message.call, tokens=tokens.encode()))
+            self.connection.queue(protocol.NewTokens(call=message.call, tokens=tokens.encode()))
 
         completion = await session.generate(
             protocol.generate_request_from_message(message), on_delta if message.deltas else None
