@@ -19,7 +19,7 @@ SHORT_NAMES = {
     "`q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`": "MLA",
 }
 """Of the layers that an adapter is on; the page explains them."""
-HEADINGS = ("model", "class", "rows", "adapter", "embedded engine", "vLLM")
+HEADINGS = ("classes, with their models", "rows", "adapter", "embedded engine", "vLLM")
 EMBEDDED = {"context": "yes", "window": "window"}
 
 
@@ -31,12 +31,15 @@ def families_page(seen: Mapping[str, Any]) -> str:
         for name, each in families.items()
         if each["refused"] or each["embedded"] not in EMBEDDED
     }
-    names: dict[tuple[str, ...], list[str]] = {}
+    alike: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name in (*FAMILIES, *WRAPPED):
         if name in families:
-            shown, *cells = _row(name, families[name], set(vllm["classes"]))
-            names.setdefault(tuple(cells), []).append(shown)
-    rows = [("; ".join(models), *cells) for cells, models in names.items()]
+            shown, released, *cells = _row(name, families[name], set(vllm["classes"]))
+            alike.setdefault(tuple(cells), {}).setdefault(released, []).append(shown)
+    rows = [
+        (", ".join(f"{released} ({'; '.join(models)})" for released, models in classes.items()), *cells)
+        for cells, classes in alike.items()
+    ]
     trained = [each for each in families.values() if not each["refused"]]
     text = f"""\
 # Model families, measured
@@ -44,23 +47,18 @@ def families_page(seen: Mapping[str, Any]) -> str:
 <!-- Written by `make docs-config` from docs/families.json, which `python -m benchmarks.families --output
 docs/families.json` measures on the models of tests/model_families.py; changes belong there. -->
 
-How closely agentrl reproduces transformers, for each family in [models](../reference/models.md): small random models of
-the true architecture, in float32, their next tokens sharpened. Measured on {on["date"]}, on {on["machine"]}, with
-transformers {on["transformers"]}, torch {on["torch"]} and {vllm["package"]} {vllm["version"]}.
-Log-probabilities differ from the plain forward pass of their row by at most
+How closely agentrl reproduces transformers: small random models of the true architecture, in float32, their next tokens
+sharpened. Measured on {on["date"]}, on {on["machine"]}, with transformers {on["transformers"]}, torch {on["torch"]} and
+{vllm["package"]} {vllm["version"]}. Log-probabilities differ from the plain forward pass of their row by at most
 {_short(max(each["difference"] for each in trained))}, gradients by at most
-{_short(max(each["gradient"] for each in trained))} of their norm. Published versions have the checkpoint's tensor names
-and shapes, unless the first column names what they lack.
+{_short(max(each["gradient"] for each in trained))} of their norm.
 
-* **class**: the released class, as `architectures` in `config.json` has it.
 * **rows**: whether the trainer computes a prefix shared by several rows once, or pads whole rows.
-* **adapter**: the layers of a default adapter. "All" means all linear layers, "attention" `q_proj`, `k_proj`, `v_proj`,
-  `o_proj`, "MLP" `gate_proj`, `up_proj`, `down_proj`, and "MLA" `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`,
-  `kv_b_proj`, `o_proj`. "None" means that only all weights can be trained.
-* **embedded engine**: "window" means contexts of at most the model's sliding window or chunk. Refusals are below.
-* **vLLM**: "tested" means that a test serves a small model of the class; those for images need torchvision.
-  "Registered": vLLM has the class, which was not tried. Other classes, for which vLLM may use transformers' code, were
-  not tried either.
+* **adapter**: its layers by default: "all" linear layers; "attention" `q_proj`, `k_proj`, `v_proj`, `o_proj`; "MLP"
+  `gate_proj`, `up_proj`, `down_proj`; "MLA" `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`; with
+  "none", only all weights can be trained.
+* **embedded engine**: "window" means contexts of at most the model's sliding window or chunk.
+* **vLLM**: "tested" means that a test serves a small model of the class, "registered" that vLLM has the class.
 
 {markdown(HEADINGS, rows)}
 """
