@@ -143,7 +143,10 @@ def ratios(report: Mapping[str, Any]) -> str:
     """A table of a part's ratios in Markdown: a row per pair."""
     rows = [
         [words, ", ".join(map(str, report["seeds"][f"wall_over_{pair}"]))]
-        + [spread(report["quartiles"][f"{measure}_over_{pair}"]) for measure in MEASURES]
+        + [
+            (middle if measure == "cpu" else spread)(report["quartiles"][f"{measure}_over_{pair}"])
+            for measure in MEASURES
+        ]
         for pair, words in PAIRS.items()
         if report["quartiles"][f"wall_over_{pair}"]
     ]
