@@ -103,7 +103,8 @@ class Connection:
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Callable[[Any], None]] = {}
-        self._send_buffer = bytearray()
+        self.queued = bytearray()
+        """Messages that are sent at the end of this iteration of the event loop."""
         self._end_error: AgentRLError | None = None
         self._read_task: asyncio.Task[None] | None = None
 
@@ -133,9 +134,9 @@ class Connection:
     def queue(self, message: WireMessage) -> None:
         """Send a message together with others of this iteration of the event loop, in one system call."""
         if self._end_error is None:
-            if not self._send_buffer:
+            if not self.queued:
                 asyncio.get_running_loop().call_soon(self._write_queued)
-            self._send_buffer += encode_frame(message)
+            self.queued += encode_frame(message)
 
     def next_call(self) -> int:
         """Return a number for a call."""
@@ -287,7 +288,7 @@ class Connection:
         """Handle every message of a dead process, then close the connection. Needs `start`."""
         if self._read_task is not None:
             await asyncio.wait({self._read_task})
-        self._send_buffer.clear()
+        self.queued.clear()
         self.close(error)
 
     def close(self, error: AgentRLError) -> None:
@@ -301,8 +302,8 @@ class Connection:
                 future.set_exception(self._end_error.with_traceback(None))
 
     def _write_queued(self) -> None:
-        if self._send_buffer:
-            data, self._send_buffer = bytes(self._send_buffer), bytearray()
+        if self.queued:
+            data, self.queued = bytes(self.queued), bytearray()
             self._writer.write(data)
 
     async def _answer(self, call: int, work: Coroutine[Any, Any, Reply | None]) -> None:

@@ -433,15 +433,12 @@ def _twins(one: ForwardPassPlan, columns: SlotColumns) -> tuple[NDArray[np.int64
     if not one.versions:
         return None
     numbers: dict[tuple[int, bytes], int] = {}
-    kept: list[int] = []
-    origins: list[int] = []
-    for row, (slot, version) in enumerate(zip(one.slots.tolist(), one.versions, strict=True)):
-        key = version, columns.tokens[slot, : columns.length[slot]].tobytes()
-        origin = numbers.setdefault(key, len(numbers))
-        origins.append(origin)
-        if origin == len(kept):
-            kept.append(row)
-    return (np.array(kept), np.array(origins)) if len(kept) < len(origins) else None
+    first_rows = [
+        numbers.setdefault((version, columns.tokens[slot, : columns.length[slot]].tobytes()), row)
+        for row, (slot, version) in enumerate(zip(one.slots.tolist(), one.versions, strict=True))
+    ]
+    kept = np.array(list(numbers.values()))
+    return (kept, np.searchsorted(kept, first_rows)) if len(kept) < len(first_rows) else None
 
 
 def _twin_copies(slots: Slots, sources: Slots, columns: SlotColumns) -> list[PrefixCopy]:

@@ -128,7 +128,7 @@ class ConnectionHandler:
             # Send no answer: the client must not repeat the call before this process has ended.
             raise asyncio.CancelledError from None
         finally:
-            if not self.connection.has_queued:  # once before the answers of one pass
+            if not self.connection.queued:  # once before the answers of one pass
                 self.connection.queue(self._busy())
 
     async def _wait_for_room(self, message: protocol.WaitForRoomRequest) -> None:
