@@ -114,11 +114,6 @@ class Connection:
         return self._end_error is None
 
     @property
-    def has_queued(self) -> bool:
-        """Whether a message waits for the end of this iteration of the event loop."""
-        return bool(self._send_buffer)
-
-    @property
     def calls_in_flight(self) -> Collection[asyncio.Future[Any]]:
         """Answers for which this end waits."""
         return self._calls.values()
