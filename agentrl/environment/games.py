@@ -278,12 +278,12 @@ class PettingZooEnvironment(GameEnvironment):
 def legal_actions(env: Turns) -> Sequence[int] | None:
     """Return the legal actions of the player to move: from its action mask, else all; None if they cannot be listed."""
     space: Any = env.action_space(env.agent_selection)
-    if not hasattr(space, "n") or not hasattr(space, "start"):
+    if not {"n", "start"}.issubset(dir(space)):
         return None
     observation, _, _, _, info = env.last()
     actions = range(int(space.start), int(space.start) + int(space.n))
-    masks = {"action_mask": [1] * len(actions), **info, **(observation if isinstance(observation, Mapping) else {})}
-    return [action for action, legal in zip(actions, masks["action_mask"], strict=True) if legal]
+    mask = {**info, **(observation if isinstance(observation, Mapping) else {})}.get("action_mask")
+    return [action for index, action in enumerate(actions) if mask is None or mask[index]]
 
 
 class _PettingZooGame(Game):

@@ -295,7 +295,8 @@ def test_three_players_keep_what_they_earned() -> None:
         assert broken == [-2.0 if seat == moves % 3 else 2.0 for seat in range(3)]
 
 
-def test_a_mask_counts_from_the_first_action_of_the_space() -> None:
+@pytest.mark.parametrize(("mask", "legal"), [(np.array([1, 0, 1]), [-1, 1]), (None, [-1, 0, 1])])
+def test_a_mask_counts_from_the_first_action_of_the_space(mask: object, legal: list[int]) -> None:
     from types import SimpleNamespace
 
     from gymnasium.spaces import Discrete
@@ -303,9 +304,9 @@ def test_a_mask_counts_from_the_first_action_of_the_space() -> None:
     env = SimpleNamespace(
         agent_selection="a",
         action_space=lambda agent: Discrete(3, start=-1),
-        last=lambda: ({"action_mask": np.array([1, 0, 1])}, 0.0, False, False, {}),
+        last=lambda: ({"action_mask": mask}, 0.0, False, False, {}),
     )
-    assert legal_actions(env) == [-1, 1]
+    assert legal_actions(env) == legal
 
 
 def test_one_seat_per_player(pettingzoo_game: PettingZooGame) -> None:
