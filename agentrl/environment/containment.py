@@ -196,9 +196,7 @@ class GuardedAwaitable:
         begin: Callable[[], Awaitable[Any]],
         on_draw: Callable[[], None] | None = None,
     ) -> None:
-        self._guard = guard
-        self._begin = begin
-        self._on_draw = on_draw
+        self._guard, self._begin, self._on_draw = guard, begin, on_draw
         self._is_abandoned = False
         self._is_suspended = False
         self.begun: Awaitable[Any] | None = None
@@ -229,6 +227,10 @@ class GuardedAwaitable:
                     _close(steps)
                     raise
                 exception = error
+                self.interrupted()
+
+    def interrupted(self) -> None:
+        """Called before an error, such as a cancellation, is thrown into the code that waits."""
 
     def close(self) -> None:
         """Close the guard after the last step."""

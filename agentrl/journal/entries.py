@@ -329,6 +329,8 @@ class UnansweredEntry(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     call that it made."""
     state: Any = None
     """State that the call left of a `snapshot` resource; None if it did not change it."""
+    timer: int = -1
+    """Number of the `asyncio.timeout` that cancelled it, among those around the call, from the outermost; -1: none."""
 
 
 class PartialTurnTokens(msgspec.Struct, frozen=True, array_like=True):

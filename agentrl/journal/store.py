@@ -162,8 +162,7 @@ class SqliteTurnLog:
         """
         check_entry_size(entry)
         self._writer.put(self.database, ("entries", entry))
-        if self._taken_over:
-            self._record_progress(entry.episode_id)
+        self._record_progress(entry.episode_id)
 
     def store_routing(self, episode_id: str, attempt: int, routing: bytes) -> RoutingReference:
         return self._routing.put(episode_id, attempt, routing)

@@ -56,6 +56,7 @@ class LiveChildEpisode(ChildEpisode):
             lambda: f"the wait for {self.episode_id}",
             ChildResultEntry,
             self._wait_for_end,
+            memoised="the wait for a child",
             limit=parent.limit,  # it pauses, because the child has its own
         )
         versions = {policy: PolicyVersion(policy, *at) for policy, at in entry.versions.items()}

@@ -12,6 +12,7 @@ Re-execution treats them by kind:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import re
@@ -348,7 +349,10 @@ class JournaledResource(Resource):
         self._random_key = strand.key
         self._random = self._new_random()
         try:
-            with CallExecution(strand, self._memoised_name()), self._random.swapped_in():
+            with (
+                contextlib.nullcontext() if level == "replay" else CallExecution(strand, name),
+                self._random.swapped_in(),
+            ):
                 self._object = factory()
         except InfrastructureError as error:
             episode.journal.end_with(error)

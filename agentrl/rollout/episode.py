@@ -424,18 +424,11 @@ class TimeLimit:
     def end(self) -> None:
         """Stop the timer after the program has ended."""
         self._episode.limit = None
-        self._stop()
-        journal = self._episode.journal
-        for _ in range(journal.cancellations):
+        self._pauses += 1  # an abandoned program may continue
+        for handle in filter(None, (self._timer, self._grace)):
+            handle.cancel()
+        for _ in range(self._episode.journal.cancellations):
             self.task.uncancel()
-        if self._grace is not None:
-            self._grace.cancel()
-
-    def _stop(self) -> None:
-        """Never expire, even if an abandoned program continues."""
-        self._pauses += 1
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _set_deadline(self) -> None:
         self._deadline = self._loop.time() + self._remaining_s

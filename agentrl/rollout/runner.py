@@ -201,7 +201,7 @@ class EpisodeRunner:
                 raise EnvironmentDefinitionError(
                     f"episode {spec.episode_id}: seat {seat!r} is bound to no policy; add it to [seats]"
                 )
-        journal = CallJournal(self._log, spec.episode_id, spec.attempt, prefix, seed=spec.seed, on_new=on_new)
+        journal = CallJournal(self._log, spec.episode_id, spec.attempt, prefix, on_new, seed=spec.seed)
         resumed = journal.written > 0
         journal.detects_draws = not prefix.is_empty or self._check_counts[environment] < CHECKED_EPISODES
         self._check_counts[environment] += 1

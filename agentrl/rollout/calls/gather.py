@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 from collections.abc import Awaitable, Sequence
@@ -101,13 +102,15 @@ class _GatherGroup:
     async def wait_until_settled(self) -> bool:
         """Wait until all strands have ended; if one fails, the others are cancelled. Returns whether the wait was
         cancelled."""
-        cancelled = False
+        cancelled, is_held, is_settled = False, False, not self.tasks
         self._strand.is_blocked = True
-        try:
-            if self.tasks:
+        while not (cancelled or is_settled):
+            try:
                 await asyncio.wait(self.tasks, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
-            cancelled = True
+                is_settled = True
+            except asyncio.CancelledError:
+                is_held = self._journal.holds_back(self._call)
+                cancelled = self._call.recorded is None or not is_held
         running = [task for task in self.tasks if not task.done()]
         if running:
             self._journal.dismiss(self._strands)
@@ -119,6 +122,9 @@ class _GatherGroup:
             except asyncio.CancelledError:
                 cancelled = True  # a second cancellation: the strands are already ending
         self._end()
+        if cancelled and is_held:  # a new gather ends where the replay has ended
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._journal.wait_until_due(self._call)
         return cancelled
 
     def _end(self) -> None:

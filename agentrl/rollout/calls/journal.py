@@ -24,13 +24,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import struct
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, field
 from itertools import count
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -119,12 +121,14 @@ class JournaledCall(msgspec.Struct, eq=False):
     """As `UnansweredEntry.suspensions`."""
     state: Any = None
     """As `UnansweredEntry.state`."""
+    timer: int = -1
+    """As `UnansweredEntry.timer`."""
     edits: Sequence[Mapping[str, Any]] = ()
     """Messages with which a fork replaces those of the call."""
 
     def own(self, count: int) -> int:
         """Return a count without that of inherited calls."""
-        return 0 if self.is_inherited else count
+        return count * (not self.is_inherited)
 
     @property
     def request_hash(self) -> bytes:
@@ -134,94 +138,67 @@ class JournaledCall(msgspec.Struct, eq=False):
         return self.question
 
 
+@dataclass(slots=True, eq=False)
 class CallJournal:
     """The journal of one attempt: its recorded entries, and the log of new ones.
 
     Args:
-        log: log to which entries are appended.
-        episode_id: id of the episode.
-        attempt: number of the attempt.
-        prefix: what is recorded of the attempt.
+        _log: log to which entries are appended.
+        _episode_id: id of the episode.
+        _attempt: number of the attempt.
+        _recorded: what is recorded of the attempt.
         seed: seed of the episode.
-        on_new: what happens at a call that is not recorded; None: it is performed.
+        _on_new: what happens at a call that is not recorded; None: it is performed.
     """
 
-    __slots__ = (
-        "_attempt",
-        "_cancelled_calls",
-        "_ended",
-        "_episode_id",
-        "_is_resumed",
-        "_is_told",
-        "_key",
-        "_log",
-        "_named",
-        "_on_new",
-        "_recorded",
-        "_stopped",
-        "cancellations",
-        "code_hash",
-        "code_hash_then",
-        "cut_error",
-        "detects_draws",
-        "digest",
-        "failure",
-        "is_over_time",
-        "order",
-        "own_random",
-        "purpose",
-        "written",
-    )
+    _log: TurnLog
+    _episode_id: str
+    _attempt: int
+    _recorded: Prefix
+    seed: InitVar[int] = field(kw_only=True, default=0)
+    _on_new: OnNew | None = None
+    digest: bytes = b""
+    """The digest of all entries of the attempt so far; see `extend_digest`."""
+    _ended: bool = False
+    _stopped: bool = False
+    failure: AgentRLError | None = None
+    """The error the episode ends with, even if its program catches it."""
+    is_over_time: bool = False
+    """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
+    cut_error: EpisodeError | None = None
+    """Error of the episode if the time limit has cancelled the program, and no call raises `LimitReachedError`."""
+    cancellations: int = 0
+    """Number of cancellations of the program's task by the episode's own end."""
+    _is_told: bool = False
+    """Whether a call of the program has been refused since the episode's end."""
+    _cancelled_calls: tuple[JournaledCall, ...] = ()
+    purpose: str = ""
+    """Why the attempt was recorded; a replay of it has another purpose."""
+    code_hash: str = ""
+    """Hash of the code that runs now; `code_hash_then` is that of the code that wrote the recorded entries."""
+    code_hash_then: str = ""
+    own_random: bool = False
+    """Whether the episode's code has its own global random generators."""
+    detects_draws: bool = True
+    """Whether the episode fails if its code draws from global random generators that are not its own."""
+    written: int = 0
+    _named: dict[str, set[str]] = field(default_factory=lambda: _NONE)
+    """Ids of the calls named by their content so far, keyed by the part that their content determines."""
+    _key: StreamKey = field(init=False)
+    order: ReplayOrder = field(init=False)
+    _is_resumed: bool = field(init=False)
+    """Whether an earlier execution of the attempt left entries."""
 
-    def __init__(
-        self,
-        log: TurnLog,
-        episode_id: str,
-        attempt: int,
-        prefix: Prefix | None = None,
-        *,
-        seed: int = 0,
-        on_new: OnNew | None = None,
-    ) -> None:
-        self._log = log
-        self._episode_id = episode_id
-        self._attempt = attempt
-        self.digest = b""
-        """The digest of all entries of the attempt so far; see `extend_digest`."""
-        self._ended = False
-        self._stopped = False
-        self.failure: AgentRLError | None = None
-        """The error the episode ends with, even if its program catches it."""
-        self.is_over_time = False
-        """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
-        self.cut_error: EpisodeError | None = None
-        """Error of the episode if the time limit has cancelled the program, and no call raises `LimitReachedError`."""
-        self.cancellations = 0
-        """Number of cancellations of the program's task by the episode's own end."""
-        self._is_told = False
-        """Whether a call of the program has been refused since the episode's end."""
-        self._cancelled_calls: tuple[JournaledCall, ...] = ()
-        self.purpose = ""
-        """Why the attempt was recorded; a replay of it has another purpose."""
-        self.code_hash = self.code_hash_then = ""
-        """Hash of the code that runs now; `code_hash_then` is that of the code that wrote the recorded entries."""
-        self.own_random = False
-        """Whether the episode's code has its own global random generators."""
-        self.detects_draws = True
-        """Whether the episode fails if its code draws from global random generators that are not its own."""
-        self.written = 0
-        self._key = (seed, attempt)
-        self._recorded = NOTHING_RECORDED if prefix is None or prefix.is_empty else prefix
-        self._on_new = on_new
-        self._named: dict[str, set[str]] = _NONE
-        """Ids of the calls named by their content so far, keyed by the part that their content determines."""
+    def __post_init__(self, seed: int) -> None:
+        self._key = (seed, self._attempt)
         # A new attempt has no recording to differ from.
-        stray = ReplayMismatchError if self._recorded.is_empty else self._stray
+        stray: Callable[[str], Exception] = self._stray
+        if self._recorded.is_empty:
+            self._recorded, stray = NOTHING_RECORDED, ReplayMismatchError
         self.order = ReplayOrder(self._recorded.numbered(), stray)
         for entry in self._recorded.own:
             self._count(entry)
         self._is_resumed = bool(self._recorded.own)
-        """Whether an earlier execution of the attempt left entries."""
         self._recorded.own = ()
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
@@ -251,7 +228,7 @@ class CallJournal:
             repeats: for a call that is code which runs again on re-execution: returns how its new entry differs from
                 the recorded one, as two clauses. The recorded entry is returned.
             memoised: name of a call that is not run again on re-execution; it may make no calls itself.
-            limit: the episode's time limit, if it is paused meanwhile.
+            limit: the episode's time limit, if it is paused meanwhile; for a `memoised` call.
             recalled: called with the recorded end of a call without a value.
 
         Raises:
@@ -270,9 +247,8 @@ class CallJournal:
                 if repeats is None:
                     if call.waits and (recorded := await self.reach(call, describe, kind)) is not None:
                         return recorded
-                    if self._on_new is not None:
-                        self.end_at_new(call.call_id, "a new call")
-                if memoised is None and limit is None:
+                    self.end_at_new(call.call_id, "a new call")
+                if memoised is None:
                     entry = await do(call)
                 else:
                     with CallExecution(strand, memoised, limit):
@@ -341,6 +317,7 @@ class CallJournal:
             self.settle()
         while self._recorded.regraded and ids.call_id(strand.path, strand.calls) in self._recorded.regraded:
             strand.calls += 1
+        strand.timers = ()
         number = strand.calls
         strand.calls = number + 1
         call_id = ids.call_id(strand.path, number)
@@ -361,9 +338,8 @@ class CallJournal:
 
     def _compare(self, call: JournaledCall, describe: Callable[[], str]) -> None:
         """Refuse a recorded call that now has another request; a call cancelled before it asked has none."""
-        if call.recorded is None or (not call.recorded_hash and isinstance(call.recorded, UnansweredEntry)):
-            return
-        if call.recorded_hash != call.request_hash:
+        has_asked = call.recorded_hash or not isinstance(call.recorded, UnansweredEntry)
+        if call.recorded is not None and has_asked and call.recorded_hash != call.request_hash:
             now = f"the code now asks {printable_excerpt(describe())}"
             self.mismatch(call.call_id, f"the journal holds {describe_entry(call.recorded)}", now)
 
@@ -510,14 +486,63 @@ class CallJournal:
             LimitReachedError: a limit refused or cut the call when it was recorded.
             ReplayMismatchError: the code no longer makes the recorded call that is next, or asks something else.
         """
-        assert call.strand is not None
+        strand = call.strand
+        assert strand is not None
         if isinstance(call.recorded, UnansweredEntry):
             await self._reach_end(call, call.recorded)
-        await self.order.wait(call.strand, call.number)
+        await self.wait_until_due(call)
         if self._stopped:
             raise asyncio.CancelledError
+        if call.recorded is None and strand.is_early:
+            await self._meet_early_timer(strand)
         self._compare(call, describe)
         return None if call.recorded is None else self.recall(call, kind)
+
+    async def wait_until_due(self, call: JournaledCall) -> None:
+        """Wait for a call's place in the replay order, although an early timer expires."""
+        assert call.strand is not None
+        while True:
+            try:
+                return await self.order.wait(call.strand, call.number)
+            except asyncio.CancelledError:
+                if not self.holds_back(call):
+                    raise
+
+    def holds_back(self, call: JournaledCall) -> bool:
+        """Whether a cancellation that reached a call during replay is held back: a timer may have started earlier than
+        it did when the call was recorded. The strand's next new call meets the expired timer."""
+        is_over = self._stopped or self.failure is not None or not self.order.queue
+        is_cut = isinstance(call.recorded, UnansweredEntry)
+        return not is_over and not is_cut and call.strand is not None and call.strand.holds_back()
+
+    async def _meet_early_timer(self, strand: Strand) -> None:
+        """Cancel the running call if a timer has expired that was held back."""
+        (await strand.interrupt()).uncancel()
+        timer = strand.expired_timer()
+        strand.is_early = timer >= 0
+        if strand.is_early:
+            await self._end_block(strand, timer)
+            raise asyncio.CancelledError
+
+    async def _end_block(self, strand: Strand, number: int) -> None:
+        """Prepare the running task for a cancellation that ends the block of a timer, and no block inside it.
+
+        Args:
+            strand: the running strand.
+            number: as `UnansweredEntry.timer`.
+        """
+        task = await strand.interrupt()
+        for timer in strand.timers[number : number + 1]:
+            while not (timer.expired() or self._stopped):
+                timer.reschedule(asyncio.get_running_loop().time())
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.get_running_loop().create_future()
+        # A block ends with its timer's error if no other cancellation is left: each expired one inside takes one away.
+        cancellations = 1 + sum(inner.expired() for inner in strand.timers[number + 1 :])
+        for _ in range(task.cancelling() - cancellations):
+            task.uncancel()
+        for _ in range(cancellations - task.cancelling()):
+            await strand.interrupt()
 
     async def _reach_end(self, call: JournaledCall, entry: UnansweredEntry, *, cancelled: bool = False) -> NoReturn:
         """Raise the recorded end of a call where it is due."""
@@ -535,19 +560,25 @@ class CallJournal:
         """Wait for a recorded end's place in the replay order; for a cancellation, also for the task that cancels."""
         strand = call.strand
         assert strand is not None
+        cancelled = cancelled and not strand.holds_back()
         while True:
             try:
                 await self.order.wait(strand, call.number)
                 break
             except asyncio.CancelledError:
-                cancelled = True
                 if self._stopped:
                     raise
-        if not (entry.stop_reason or cancelled or strand.is_dismissed or self.failure is not None):
+                cancelled |= not strand.holds_back()
+        waits = entry.timer < 0 and not entry.stop_reason
+        while waits and not (cancelled or strand.is_dismissed or self._stopped or self.failure is not None):
             strand.awaits_cancellation = True
-            with contextlib.suppress(asyncio.CancelledError):
+            try:
                 await asyncio.get_running_loop().create_future()
-            strand.awaits_cancellation = False
+            except asyncio.CancelledError:
+                cancelled = not strand.holds_back()
+        strand.awaits_cancellation = False
+        if entry.timer >= 0 or (strand.is_early and not entry.stop_reason):
+            await self._end_block(strand, entry.timer)
         if self._stopped:
             raise asyncio.CancelledError
 
@@ -592,6 +623,7 @@ class CallJournal:
             self.mismatch(call.call_id, f"the journal holds {describe_entry(recorded)}", now)
         if not isinstance(end, LimitReachedError):
             if recorded is not None or not self.cut(strand):
+                call.timer = strand.expired_timer()
                 self.cancel(call)
                 return end
             end = self.time_is_up()
@@ -643,9 +675,8 @@ class CallJournal:
         self._count(entry)
 
     def _refuse(self, call_id: str) -> NoReturn:
-        raise UnstructuredConcurrencyError(
-            f"episode {self._episode_id}, call {call_id}: the episode ended while the call was waiting"
-        )
+        where = f"episode {self._episode_id}, call {call_id}"
+        raise UnstructuredConcurrencyError(f"{where}: the episode ended while the call was waiting")
 
     def _check_no_later(self, call: JournaledCall, body: EntryBody) -> None:
         """Refuse an entry where a later call of its strand is recorded.
@@ -766,7 +797,8 @@ class CallJournal:
             guard = GlobalRandomState(ids.stable_hash64("branch", *strand.key, strand.path))
         elif self.detects_draws:
             guard = RandomDrawDetector()
-        strand.steps = GuardedAwaitable(guard, program, None if guard is None else self.drew)
+        strand.steps = StrandSteps(guard, program, None if guard is None else self.drew)
+        strand.steps.strand = strand
         return strand.steps
 
     @property
@@ -826,7 +858,7 @@ class CallJournal:
         """Record the cancelled calls: the episode continues, so it cancelled them itself."""
         calls, self._cancelled_calls = self._cancelled_calls, ()
         for call in calls:
-            self.record(call, UnansweredEntry(suspensions=call.suspended_at, state=call.state))
+            self.record(call, UnansweredEntry(suspensions=call.suspended_at, state=call.state, timer=call.timer))
 
     def stop(self) -> None:
         """Record nothing more: the episode is about to be cancelled from outside, to be resumed later."""
@@ -923,15 +955,13 @@ class RepeatedCode:
     there again.
     """
 
-    __slots__ = ("_call", "_code", "_journal")
+    __slots__ = ("_call", "_journal", "code")
 
     def __init__(self, journal: CallJournal, call: JournaledCall, code: Coroutine[Any, Any, Any]) -> None:
-        self._journal = journal
-        self._call = call
-        self._code = code
+        self._journal, self._call, self.code = journal, call, code
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        call, steps = self._call, self._code.__await__()
+        call, steps = self._call, self.code.__await__()
         strand, end = call.strand, call.recorded if isinstance(call.recorded, UnansweredEntry) else None
         assert strand is not None
         depth, suspensions, thrown = strand.inside, 0, None
@@ -973,24 +1003,47 @@ class CallExecution:
 
     __slots__ = ("_limit", "_memoised", "_strand")
 
-    def __init__(self, strand: Strand, memoised: str | None, limit: AbstractContextManager[None] | None = None) -> None:
+    def __init__(self, strand: Strand, memoised: str, limit: AbstractContextManager[None] | None = None) -> None:
         self._strand, self._memoised, self._limit = strand, memoised, limit
 
     def __enter__(self) -> None:
-        if self._memoised is not None:
-            if self._strand.steps is not None:
-                self._strand.steps.suspend_guard()
-            self._strand.memoised = self._memoised
+        if self._strand.steps is not None:
+            self._strand.steps.suspend_guard()
+        self._strand.memoised = self._memoised
         if self._limit is not None:
             self._limit.__enter__()
 
     def __exit__(self, *raised: object) -> None:
         if self._limit is not None:
             self._limit.__exit__(None, None, None)
-        if self._memoised is not None:
-            self._strand.memoised = None
-            if self._strand.steps is not None:
-                self._strand.steps.resume_guard()
+        self._strand.memoised = None
+        if self._strand.steps is not None:
+            self._strand.steps.resume_guard()
+
+
+class StrandSteps(GuardedAwaitable):
+    """The running code of a strand."""
+
+    __slots__ = ("strand",)
+    strand: Strand
+
+    def interrupted(self) -> None:
+        """Note the timers around the place where the code waits."""
+        self.strand.timers = open_timers(self.begun)
+
+
+def open_timers(code: Any) -> list[asyncio.Timeout]:
+    """Return the timers of the `asyncio.timeout` blocks around the place where a coroutine waits, outermost first.
+
+    The method that ends a block is on the stack of the block's frame.
+    """
+    timers: list[asyncio.Timeout] = []
+    while code is not None:
+        found = gc.get_referents(code)
+        timers += [m.__self__ for m in found if type(m) is MethodType and type(m.__self__) is asyncio.Timeout]
+        repeated = next((each.code for each in found if type(each) is RepeatedCode), None)
+        code = repeated or getattr(code, "cr_await", None) or getattr(code, "gi_yieldfrom", None)
+    return timers
 
 
 _NONE: dict[Any, Any] = {}
@@ -999,57 +1052,62 @@ _NONE: dict[Any, Any] = {}
 _NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 
 
+@dataclass(slots=True, eq=False)
 class Strand:
     """A sequence of calls: the root's, or those of one coroutine of a `gather`."""
 
-    __slots__ = (
-        "_key",
-        "_rng",
-        "awaits_cancellation",
-        "calls",
-        "children",
-        "inside",
-        "is_blocked",
-        "is_dismissed",
-        "is_open",
-        "memoised",
-        "owner",
-        "patches",
-        "path",
-        "resources",
-        "speaker",
-        "steps",
-        "task",
-    )
+    path: str
+    _key: StreamKey = (0, 0)
+    owner: asyncio.Task[object] | None = None
+    is_open: bool = True
+    """Whether the strand has not ended; True also before it begins."""
+    calls: int = 0
+    inside: int = 0
+    """Number of calls in progress, each inside the one before it."""
+    resources: int = 0
+    memoised: str | None = None
+    """Name of the effect or external tool that runs on the strand, which may make no calls meanwhile."""
+    is_blocked: bool = False
+    """Whether only another strand of the episode can wake this one."""
+    awaits_cancellation: bool = False
+    """Whether the strand waits at a call that is recorded as cancelled."""
+    is_dismissed: bool = False
+    """Whether the strand's gather has cancelled it: it ends where the journal records its end, else now."""
+    children: Sequence[Strand] = ()
+    """Strands of the gather that this strand awaits, unless that gather is recorded."""
+    task: asyncio.Task[object] | None = None
+    """Task that runs the strand, also before the strand has begun."""
+    steps: StrandSteps | None = None
+    """Running steps of the strand's code."""
+    timers: Sequence[asyncio.Timeout] = ()
+    """Timers around the strand's code where it was interrupted last, outermost first."""
+    is_early: bool = False
+    """Whether a timer may have expired earlier than when the calls were recorded."""
+    patches: Mapping[str, bool] = field(default_factory=lambda: _NO_PATCHES)
+    speaker: int | None = None
+    """Number of the agent that acted last on the strand, or on its parent before it began."""
+    _rng: random.Random | None = None
 
-    def __init__(self, path: str, key: StreamKey = (0, 0)) -> None:
-        self.path = path
-        self.owner: asyncio.Task[object] | None = None
-        self.is_open = True
-        """Whether the strand has not ended; True also before it begins."""
-        self.calls = 0
-        self.inside = 0
-        """Number of calls in progress, each inside the one before it."""
-        self.resources = 0
-        self.memoised: str | None = None
-        """Name of the effect or external tool that runs on the strand, which may make no calls meanwhile."""
-        self.is_blocked = False
-        """Whether only another strand of the episode can wake this one."""
-        self.awaits_cancellation = False
-        """Whether the strand waits at a call that is recorded as cancelled."""
-        self.is_dismissed = False
-        """Whether the strand's gather has cancelled it: it ends where the journal records its end, else now."""
-        self.children: Sequence[Strand] = ()
-        """Strands of the gather that this strand awaits, unless that gather is recorded."""
-        self.task: asyncio.Task[object] | None = None
-        """Task that runs the strand, also before the strand has begun."""
-        self.steps: GuardedAwaitable | None = None
-        """Running steps of the strand's code."""
-        self.patches: Mapping[str, bool] = _NO_PATCHES
-        self.speaker: int | None = None
-        """Number of the agent that acted last on the strand, or on its parent before it began."""
-        self._key = key
-        self._rng: random.Random | None = None
+    def expired_timer(self) -> int:
+        """Return the number of the outermost of `timers` that has expired; -1 if none has, or if something else has
+        cancelled the running task too, and so ends all blocks."""
+        expired = [timer.expired() for timer in self.timers]
+        is_timer = any(expired) and self.owner is not None and self.owner.cancelling() <= sum(expired)
+        return expired.index(True) if is_timer else -1
+
+    def holds_back(self) -> bool:
+        """Hold back a cancellation of the running task if a timer made it; returns whether it is held back."""
+        is_held = self.expired_timer() >= 0
+        self.is_early |= is_held
+        return is_held
+
+    async def interrupt(self) -> asyncio.Task[Any]:
+        """Cancel the running task, and return it: `timers` are then those of the running call."""
+        assert self.owner is not None
+        self.owner.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return self.owner
 
     @property
     def key(self) -> StreamKey:
@@ -1338,7 +1396,7 @@ class ReplayOrder:
             self._waiting = {}
         self._waiting[strand] = (number, gate)
         # A task that is being cancelled will wake, so it is not blocked.
-        strand.is_blocked = strand.task is None or not strand.task.cancelling()
+        strand.is_blocked = strand.task is None or not strand.task.cancelling() or strand.is_early
         self.look()
         try:
             await gate

@@ -12,6 +12,7 @@ import dataclasses
 import json
 from array import array
 from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn, get_args
 
@@ -44,38 +45,21 @@ CHARACTERS_PER_TOKEN = 64
 more text than this into a token."""
 
 
+@dataclass(slots=True, eq=False)
 class TurnInProgress:
     """One `act`: its arguments, checked once it has asked, and its answer. Smaller than functions inside `act`."""
 
-    __slots__ = (
-        "_agent",
-        "call",
-        "choices",
-        "max_tokens",
-        "messages",
-        "place",
-        "reply",
-        "sampled",
-        "sampling",
-        "state",
-    )
-    call: JournaledCall
-    sampling: SamplingParams
-
-    def __init__(
-        self,
-        agent: LiveAgent,
-        messages: tuple[Message, ...],
-        max_tokens: int | None,
-        reply: str | None,
-        state: str | None,
-        choices: Sequence[str],
-    ) -> None:
-        self._agent, self.messages, self.max_tokens, self.reply, self.state = agent, messages, max_tokens, reply, state
-        self.choices = choices
-        self.place: asyncio.Future[None] | None = None
-        """Ends when the turns before it have ended; None if there are none."""
-        self.sampled: tuple[Completion, Message | LimitReachedError] | None = None
+    _agent: LiveAgent
+    messages: tuple[Message, ...]
+    max_tokens: int | None
+    reply: str | None
+    state: str | None
+    choices: Sequence[str]
+    place: asyncio.Future[None] | None = None
+    """Ends when the turns before it have ended; None if there are none."""
+    sampled: tuple[Completion, Message | LimitReachedError] | None = None
+    call: JournaledCall = field(init=False)
+    sampling: SamplingParams = field(init=False)
 
     def describe(self) -> str:
         text = " / ".join(message.content for message in self.messages)
@@ -288,9 +272,9 @@ class LiveAgent(TurnRecorder):
         context = self._rows.ask(messages)
         if len(self._rows) >= max_context:
             self._full(len(self._rows))
-        if rewrites := self._settings.chat_format.rewrites:
-            for cause in applicable_rewrite_causes(rewrites, self._messages, messages):
-                self._episode.metric(f"history/{cause}", 1.0, self)
+        rewrites = self._settings.chat_format.rewrites
+        for cause in rewrites and applicable_rewrite_causes(rewrites, self._messages, messages):
+            self._episode.metric(f"history/{cause}", 1.0, self)
         return context
 
     def _full(self, tokens: int) -> NoReturn:
@@ -333,6 +317,7 @@ class LiveAgent(TurnRecorder):
         self._pending = messages
 
 
+@dataclass(slots=True, eq=False)
 class AgentTokenRows:
     """Message ↔ token bookkeeping of one agent: its rows of tokens, the last of them open.
 
@@ -342,40 +327,24 @@ class AgentTokenRows:
        known.
     """
 
-    __slots__ = (
-        "_after",
-        "_context",
-        "_earlier",
-        "_format",
-        "_pending_messages",
-        "_row_tokens",
-        "_turn",
-        "_turns",
-        "before",
-        "opening",
-        "row",
-        "tools",
-    )
-
-    def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
-        self._format = chat_format
-        self.tools = tools
-        self._row_tokens = array("i")
-        self._after: FinishReason | None = None
-        self._turn: Sequence[int] = ()
-        """Tokens of the last turn, if it was cut."""
-        self._context: Sequence[int] = ()
-        """New context tokens of that turn."""
-        self._pending_messages: Sequence[Message] = ()
-        self._earlier: tuple[Message, ...] = ()
-        """Answered messages of the conversation, if the template reads them."""
-        self._turns: tuple[SampledTurn, ...] = ()
-        """Sampled turns of the conversation, if the template may rewrite its history."""
-        self.row = 0
-        self.before = 0
-        """Number of tokens of the row before the newest messages; 0 in a new row."""
-        self.opening = 0
-        """`GenerateRequest.opening` of the conversation, from its first row; 0 before its first turn."""
+    _format: ChatFormat
+    tools: Sequence[ToolSpec]
+    _row_tokens: array[int] = field(default_factory=lambda: array("i"))
+    _after: FinishReason | None = None
+    _turn: Sequence[int] = ()
+    """Tokens of the last turn, if it was cut."""
+    _context: Sequence[int] = ()
+    """New context tokens of that turn."""
+    _pending_messages: Sequence[Message] = ()
+    _earlier: tuple[Message, ...] = ()
+    """Answered messages of the conversation, if the template reads them."""
+    _turns: tuple[SampledTurn, ...] = ()
+    """Sampled turns of the conversation, if the template may rewrite its history."""
+    row: int = 0
+    before: int = 0
+    """Number of tokens of the row before the newest messages; 0 in a new row."""
+    opening: int = 0
+    """`GenerateRequest.opening` of the conversation, from its first row; 0 before its first turn."""
 
     def __len__(self) -> int:
         return len(self._row_tokens)

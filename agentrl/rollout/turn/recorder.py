@@ -194,11 +194,12 @@ class TurnRecorder(Agent):
         The text stays the content, because some environments read it themselves. A recorded turn is read as it was when
         it was played: earlier versions named no such calls.
         """
-        if isinstance(reply, LimitReachedError) or not tools:
-            return reply
-        if any(not isinstance(call.arguments, str) for call in reply.tool_calls):
-            return reply
-        if recorded_turn is not None and not _has_foreign_call(recorded_turn):
+        if (
+            isinstance(reply, LimitReachedError)
+            or not tools
+            or any(not isinstance(call.arguments, str) for call in reply.tool_calls)
+            or (recorded_turn is not None and not _has_foreign_call(recorded_turn))
+        ):
             return reply
         token_ids = completion.token_ids.tolist()
         call = self._settings.chat_format.foreign_call(token_ids, tools, context=array("i", context))
