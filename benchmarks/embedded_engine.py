@@ -4,6 +4,8 @@ Figures, medians over interleaved repeats, in CPU seconds of this process (wall 
   over_bare_loop_b32   tokens per second of the engine over those of a bare loop with the same sampling, 32 prompts
   b16_over_b1          tokens per second at 16 concurrent requests over those of one request
   mixed_adapter_cost   cost per token of two adapters mixed in one batch over that of no adapter
+  decode_over_bare_b8, decode_over_bare_b32, decode_over_bare_b64   seconds of a decode call with that many rows, which
+                       are of different lengths, over those of the bare loop with rows of the longest
 
     python -m benchmarks.embedded_engine [--quick] [--model DIR]
 """
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +34,8 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.counter_random import uniform
 from agentrl.engines.embedded.engine import EmbeddedEngine
 
-PROMPT, NEW = 57, 48
+PROMPT, NEW, FEW = 57, 48, 8
+ROWS = (8, 32, 64)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SHIPPED = Path(__file__).parent.parent / "environments" / "calculator" / "model"
 
@@ -67,14 +71,14 @@ def random_adapter(model: PreTrainedModel, directory: Path, seed: int, rank: int
     return sha256_of(directory / "adapter_model.safetensors", directory / "adapter_config.json")
 
 
-def bare_loop(model: PreTrainedModel, prompts: torch.Tensor, seed: int) -> None:
+def bare_loop(model: PreTrainedModel, prompts: torch.Tensor, seed: int, new: int = NEW) -> None:
     """What a person writes who needs tokens and their logprobs: one batch, DynamicCache, inverse CDF."""
     seeds = np.arange(len(prompts), dtype=np.uint64) + np.uint64(seed)
     cache = DynamicCache(config=model.config)
     ids = prompts
     tokens, logprobs = [], []
     with torch.inference_mode():
-        for step in range(NEW):
+        for step in range(new):
             logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             scores = torch.log_softmax(logits.float(), dim=-1)
             cumulative = scores.exp().cumsum(-1, dtype=torch.float64)
@@ -94,21 +98,25 @@ class EngineLoad:
         self._vocabulary = vocabulary
         self._sent = 0
 
-    async def batch(self, policies: list[str]) -> None:
-        """One request per entry of `policies`, all at once, each of `NEW` tokens."""
-        await asyncio.gather(*(self._one(policy) for policy in policies))
+    async def batch(self, policies: list[str], new: int = NEW, shortest: int = PROMPT) -> None:
+        """One request per entry of `policies`, all at once, each of `new` tokens; prompts have `shortest` to `PROMPT`
+        tokens."""
+        lengths = np.linspace(shortest, PROMPT, len(policies)).astype(int).tolist()
+        await asyncio.gather(
+            *(self._one(policy, new, length) for policy, length in zip(policies, lengths, strict=True))
+        )
 
-    async def _one(self, policy: str) -> None:
+    async def _one(self, policy: str, new: int, length: int) -> None:
         self._sent += 1
         session = self._engine.open(f"s{self._sent}", policy)
         request = GenerateRequest(
             request_id=f"r{self._sent}",
-            token_ids=self._random.integers(0, self._vocabulary, PROMPT).astype(np.int32),
-            sampling=SamplingParams(max_tokens=NEW),
+            token_ids=self._random.integers(0, self._vocabulary, length).astype(np.int32),
+            sampling=SamplingParams(max_tokens=new),
             seed=self._sent,
         )
         completion = await session.generate(request)
-        assert len(completion.token_ids) == NEW
+        assert len(completion.token_ids) == new
         session.close()
 
 
@@ -116,7 +124,7 @@ async def measure(model_path: Path, repeats: int) -> dict[str, list[tuple[float,
     """(CPU, wall) seconds of each repeat of each case."""
     versions = {name: PolicyVersion(name, 0, 0) for name in ("base", "one", "two")}
     engine = EmbeddedEngine.load(
-        str(model_path), versions=versions, slots=32, max_context=PROMPT + NEW + 1, device="cpu"
+        str(model_path), versions=versions, slots=max(ROWS), max_context=PROMPT + NEW + 1, device="cpu"
     )
     adapted = EmbeddedEngine.load(
         str(model_path), versions=versions, slots=32, max_context=PROMPT + NEW + 1, device="cpu"
@@ -132,8 +140,9 @@ async def measure(model_path: Path, repeats: int) -> dict[str, list[tuple[float,
     load, adapted_load = EngineLoad(engine, vocabulary), EngineLoad(adapted, vocabulary)
     random = np.random.default_rng(1)
 
-    async def bare() -> None:
-        bare_loop(model, torch.from_numpy(random.integers(0, vocabulary, (32, PROMPT))), int(random.integers(1 << 30)))
+    async def bare(rows: int = 32, new: int = NEW) -> None:
+        prompts = torch.from_numpy(random.integers(0, vocabulary, (rows, PROMPT)))
+        bare_loop(model, prompts, int(random.integers(1 << 30)), new)
 
     async def one_by_one() -> None:
         for _ in range(4):
@@ -146,6 +155,10 @@ async def measure(model_path: Path, repeats: int) -> dict[str, list[tuple[float,
         "engine_b1_x4": one_by_one,
         "mixed_b32": lambda: adapted_load.batch(["one", "two"] * 16),
     }
+    for rows in ROWS:
+        for new in (FEW, NEW):
+            cases[f"bare_b{rows}_{new}"] = partial(bare, rows, new)
+            cases[f"ragged_b{rows}_{new}"] = partial(load.batch, ["base"] * rows, new, PROMPT // 2)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for repeat in range(repeats + 1):
         for name, case in cases.items():
@@ -167,7 +180,7 @@ def quartiles(values: list[float]) -> str:
 def report(seconds: dict[str, list[tuple[float, float]]], write: Callable[[str], object]) -> dict[str, float]:
     """Show rates and ratios, return the figures."""
     tokens = {"bare_b32": 32, "engine_b32": 32, "engine_b16": 16, "engine_b1_x4": 4, "mixed_b32": 32}
-    for name, pairs in seconds.items():
+    for name, pairs in ((name, seconds[name]) for name in tokens):
         rates = [f"{tokens[name] * NEW / statistics.median(column):8.0f}" for column in zip(*pairs, strict=True)]
         write(f"{name:14s} {rates[0]} tokens per CPU second, {rates[1]} per wall second\n")
     figures = {}
@@ -183,6 +196,18 @@ def report(seconds: dict[str, list[tuple[float, float]]], write: Callable[[str],
             write(f"{figure:20s} {clock:4s} {quartiles(values)}\n")
             if at == 0:
                 figures[figure] = round(statistics.median(values), 3)
+    for rows in ROWS:
+        for at, clock in enumerate(("CPU", "wall")):
+            # prefill is the same in both, so the difference is that of `NEW - FEW` decode calls
+            ours, bare = (
+                statistics.median(pair[at] for pair in seconds[f"{who}_b{rows}_{NEW}"])
+                - statistics.median(pair[at] for pair in seconds[f"{who}_b{rows}_{FEW}"])
+                for who in ("ragged", "bare")
+            )
+            calls = (NEW - FEW) / 1000
+            write(f"decode of {rows:2d} rows {clock:4s} {ours / calls:.2f} ms, bare {bare / calls:.2f} ms\n")
+            if at == 0:
+                figures[f"decode_over_bare_b{rows}"] = round(ours / bare, 3)
     return figures
 
 

@@ -248,7 +248,6 @@ class Batcher:
         self._waiting: list[ActiveRequest] = []
         self._calls_with_slots: list[ActiveRequest] = []
         self.running: dict[int, ActiveRequest] = {}
-        self._deferrals = 0
         # So many calls may overtake a waiting one: for each step of priority, or because their session has a slot.
         self._turns_in_a_row = 16 * cache.slots
         self._passed_over = 0
@@ -430,16 +429,6 @@ class Batcher:
             passes.append(_pass(serving.model_copy, slots, counts, adapters, fixed=True))
         return passes
 
-    def _defers(self, num_waiting: int, num_decoding: int) -> bool:
-        """Whether a few short contexts wait to be prefilled with others: a pass costs about as much as twenty rows of
-        one."""
-        # a few contexts wait this many steps for others to be prefilled with
-        if 0 < num_waiting * 8 < num_decoding and self._deferrals < 4:
-            self._deferrals += 1
-            return True
-        self._deferrals = 0
-        return False
-
     def _lay_out(self) -> list[_Layout]:
         groups: dict[int, list[int]] = {}
         for slot in sorted(self.running):
@@ -476,9 +465,6 @@ class Batcher:
         for call in sorted(calls, key=lambda call: call.order):
             if not self._plan_context(call, step):
                 break
-        if self._defers(sum(len(one.counts) for one in step.passes.values()), len(self.running) - len(calls)):
-            step.passes.clear()
-            step.last_pass.clear()
         return step
 
     def _plan_context(self, call: ActiveRequest, step: _PrefillStep) -> bool:
