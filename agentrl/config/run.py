@@ -456,7 +456,7 @@ class RunConfig(Section):
         """Whether the engine runs in the run's process. By default it shares a GPU and the frozen weights of adapters
         with the trainer. Otherwise it computes beside it, because Python runs one thread of a process at a time."""
         has_core = len(os.sched_getaffinity(0)) >= CORES_FOR_TWO and (self.stays_on_cpu or not machine.gpus())
-        shares = not has_core or all(policy.served_adapter for policy in self.trained.values())
+        shares = not has_core or all(p.served_adapter or not p.largest_staleness for p in self.trained.values())
         in_process = self.engine.replicas == 0 or (self.engine.replicas == "auto" and shares)
         return self.engine.kind == "embedded" and in_process and self.workers == 1 and not self.cluster.address
 

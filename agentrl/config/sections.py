@@ -128,8 +128,8 @@ class EngineConfig(Section):
     such as `tensor_parallel_size = 2` (docs/reference/engines.md)."""
     replicas: Free[Machine[Literal["auto"] | Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]]] = "auto"
     """Number of engines, each in its own process. 0: one engine, in the run's process. `auto`: one, in its own process
-    (260 MiB more) where full weights or a merged adapter learn on two CPU cores. vLLM, and engines with several
-    `workers` or `cluster.address`, always have their own."""
+    (260 MiB more) where full or merged weights learn, not in lockstep, on two CPU cores. vLLM, and engines with several
+    `workers` or `cluster.address`, have their own."""
     slots: WaveFixed[Annotated[NonNegative, NumberUnit("conversations")]] = 0
     """Number of conversations whose KV cache is held at once; they share each forward pass. 0: 64, or 256 for vLLM on
     GPUs of at least 40 GB."""

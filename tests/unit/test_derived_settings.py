@@ -56,6 +56,7 @@ def test_the_trainer_takes_ray_where_there_are_several_ranks(repository: Path) -
         (2, {}, False),
         (1, {}, True),
         (8, {"engine": {"replicas": 0}}, True),
+        (8, {"policies": {"solver": {"max_staleness": 0}}}, True),
         (8, {"policies": {"solver": {"lora": {"rank": 4}}}}, True),
         (8, {"policies": {"solver": {"lora": {"rank": 4, "merge": True}}}}, False),
         (8, {"policies": {"solver": {"kind": "frozen"}}}, True),
