@@ -490,6 +490,6 @@ class SandboxConfig(Section):
 class JournalConfig(Section):
     """Retention of the run's journal on disk."""
 
-    keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
+    keep: Free[Literal["all"] | Annotated[int, Field(ge=0, le=10**9)]] = "all"
     """`all`, or a number N: each checkpoint deletes tokens of training episodes and step columns that are older than
     their policy's last N steps and no longer needed (docs/how-to/operations.md)."""

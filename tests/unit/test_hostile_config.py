@@ -71,7 +71,8 @@ def test_every_whole_number_has_an_upper_bound(tmp_path: Path) -> None:
     counts = {
         f"{section}.{name}": value
         for section, held in sections.items()
-        for name, value in held.get("properties", {}).items()
+        for name, choices in held.get("properties", {}).items()
+        for value in choices.get("anyOf", [choices])
         if value.get("type") == "integer" and name != "seed"
     }
     assert len(counts) > 20

@@ -119,7 +119,7 @@ def test_nothing_tells_a_reader_to_install_a_name_that_is_not_ours(repository: P
             words = OPTIONS.sub("", re.split(r"`|\(| && |;| {2,}|, | # |\"", command)[0]).split()
             named += [(path, re.split(r"[\[=]", word.strip("'\"."), maxsplit=1)[0]) for word in words]
     assert len(named) > 15
-    local = re.compile(r"|{.*|(wheels|dist|packages)/.*|\$.*")
+    local = re.compile(r"|/.*|{.*|(wheels|dist|packages)/.*|\$.*")
     assert not [(path, name) for path, name in named if not local.fullmatch(name) and name not in OF_OTHERS]
 
 

@@ -9,7 +9,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 import agentrl
 from agentrl.core.records import FinishReason, Message, PolicyVersion
 from agentrl.core.tokens import Completion, Tokens
-from agentrl.rollout.calls.journal import CallJournal
+from agentrl.rollout.calls.journal import Prefix
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.external.token_tree import TokenTree
 from agentrl.rollout.turn.agent import AgentTokenRows
@@ -343,6 +343,13 @@ class Demonstrated(agentrl.Environment):
         agent.reward(1.0)
 
 
+class EditsEverywhere(dict[str, Any]):
+    """A fork's edits that answer 42 at every call."""
+
+    def get(self, key: str, default: object = None) -> Any:
+        return [{"role": "assistant", "content": "42"}]
+
+
 def test_demonstrated_and_edited_replies_are_tokenized_as_replies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,7 +357,13 @@ def test_demonstrated_and_edited_replies_are_tokenized_as_replies(
     header, _, _ = play(Demonstrated, chat, ["y"])
     assert header.drop_reason is None
     assert Demonstrated.token_ids == continued(tmp_path, "1+1?", "42</s>")
+
+    class Edited(Prefix):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.edits, self.is_empty = EditsEverywhere(), False
+
     with monkeypatch.context() as patch:
-        patch.setattr(CallJournal, "edits_at", lambda self, call_id: [{"role": "assistant", "content": "42"}])
+        patch.setattr("agentrl.rollout.runner.Prefix", Edited)
         header, _, _ = play(Outside, chat, ["y"])
     assert (header.drop_reason, Outside.contents, Outside.lengths) == (None, ["42"], [len(Demonstrated.token_ids)])
