@@ -48,7 +48,7 @@ from agentrl.environment.context import (
 )
 from agentrl.journal.entries import EffectEntry, ResourceCallEntry, UnansweredEntry, request_hash
 from agentrl.observe.metrics import EFFECT_ERROR, RESOURCE_ERROR
-from agentrl.rollout.calls.journal import CallExecution, JournaledCall, RepeatedCode, current_strand
+from agentrl.rollout.calls.journal import JournaledCall, RepeatedCode, current_strand
 from agentrl.rollout.calls.journal_data import (
     after_journal_round_trip,
     decode,
@@ -350,7 +350,7 @@ class JournaledResource(Resource):
         self._random = self._new_random()
         try:
             with (
-                contextlib.nullcontext() if level == "replay" else CallExecution(strand, name),
+                contextlib.nullcontext() if level == "replay" else strand.executing(name),
                 self._random.swapped_in(),
             ):
                 self._object = factory()

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl.core import rpc
 from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, VersionsRefusedError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
@@ -27,6 +26,7 @@ from tests.contract.elsewhere import (
     program,
     written,
 )
+from tests.support.frames import bodies
 
 REQUEST = GenerateRequest(
     request_id="call", token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(max_tokens=8), seed=0
@@ -121,7 +121,7 @@ class UnansweredWriter:
     def write(self, data: bytes) -> None:
         if not self._written:
             asyncio.get_running_loop().call_soon(self._send)
-        self._written.append(type(protocol.REQUESTS.decode(data[rpc.HEAD_BYTES :])).__name__)
+        self._written += [type(protocol.REQUESTS.decode(body)).__name__ for body in bodies(data)]
 
     def _send(self) -> None:
         self.sent.append(self._written)

@@ -23,13 +23,15 @@ ENGINE = b"agentrl.engines.remote.engine_server"
 
 
 class EnginesSeen:
-    """An observer that counts the processes of engines at each step."""
+    """An observer that counts the processes of engines at each step, without those of other tests."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self._others = set(descendants(os.getpid()))
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        self.counts.append(sum(ENGINE in command(child) for child in descendants(os.getpid())))
+        children = set(descendants(os.getpid())) - self._others
+        self.counts.append(sum(ENGINE in command(child) for child in children))
 
     def on_evaluation(self, versions: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         """There is none."""

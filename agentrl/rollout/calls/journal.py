@@ -248,10 +248,11 @@ class CallJournal:
                     if call.waits and (recorded := await self.reach(call, describe, kind)) is not None:
                         return recorded
                     self.end_at_new(call.call_id, "a new call")
+                    del describe
                 if memoised is None:
                     entry = await do(call)
                 else:
-                    with CallExecution(strand, memoised, limit):
+                    with strand.executing(memoised, limit):
                         entry = await do(call)
                 is_replayed = call.recorded is not None or self.order.queue  # the code may have made calls
                 if repeats and is_replayed and (recorded := await self.reach(call, describe, kind)) is not None:
@@ -986,41 +987,6 @@ class RepeatedCode:
                 call.suspended_at = suspensions if is_own else 0
 
 
-class CallExecution:
-    """A context in which a call is performed.
-
-    Draws of memoised code from global random generators do not count for the strand, because re-execution does not
-    repeat them.
-
-    Args:
-        strand: strand of the call.
-        memoised: name of code that is not run again on re-execution; it may make no calls itself.
-        limit: the episode's time limit, if it is paused meanwhile.
-
-    Raises:
-        CancelledError: the strand has already drawn from global random generators.
-    """
-
-    __slots__ = ("_limit", "_memoised", "_strand")
-
-    def __init__(self, strand: Strand, memoised: str, limit: AbstractContextManager[None] | None = None) -> None:
-        self._strand, self._memoised, self._limit = strand, memoised, limit
-
-    def __enter__(self) -> None:
-        if self._strand.steps is not None:
-            self._strand.steps.suspend_guard()
-        self._strand.memoised = self._memoised
-        if self._limit is not None:
-            self._limit.__enter__()
-
-    def __exit__(self, *raised: object) -> None:
-        if self._limit is not None:
-            self._limit.__exit__(None, None, None)
-        self._strand.memoised = None
-        if self._strand.steps is not None:
-            self._strand.steps.resume_guard()
-
-
 class StrandSteps(GuardedAwaitable):
     """The running code of a strand."""
 
@@ -1067,6 +1033,8 @@ class Strand:
     resources: int = 0
     memoised: str | None = None
     """Name of the effect or external tool that runs on the strand, which may make no calls meanwhile."""
+    paused: AbstractContextManager[None] | None = None
+    """The episode's time limit, if it is paused meanwhile."""
     is_blocked: bool = False
     """Whether only another strand of the episode can wake this one."""
     awaits_cancellation: bool = False
@@ -1087,6 +1055,29 @@ class Strand:
     speaker: int | None = None
     """Number of the agent that acted last on the strand, or on its parent before it began."""
     _rng: random.Random | None = None
+
+    def executing(self, memoised: str, paused: AbstractContextManager[None] | None = None) -> Strand:
+        """Return the strand as a context in which code runs that is not run again on re-execution: its draws from
+        global random generators do not count. A call in flight holds no further object.
+
+        Raises:
+            CancelledError: the strand has already drawn from global random generators.
+        """
+        self.memoised, self.paused = memoised, paused
+        return self
+
+    def __enter__(self) -> None:
+        if self.steps is not None:
+            self.steps.suspend_guard()
+        if self.paused is not None:
+            self.paused.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        if self.paused is not None:
+            self.paused.__exit__(None, None, None)
+        self.memoised = self.paused = None
+        if self.steps is not None:
+            self.steps.resume_guard()
 
     def expired_timer(self) -> int:
         """Return the number of the outermost of `timers` that has expired; -1 if none has, or if something else has

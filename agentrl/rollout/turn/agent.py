@@ -178,10 +178,10 @@ class LiveAgent(TurnRecorder):
             )
         try:
             context = self._ask(turn.messages, self._settings.limits.max_context)
-            is_held = turn.choices and turn.reply is None and not self._settings.is_external
-            sampling = self._among(turn, context) if is_held else turn.sampling
+            if turn.choices and turn.reply is None and not self._settings.is_external:
+                turn.sampling = self._among(turn, context)
             completion = await self._sampler.sample(
-                call, rows.context(), rows.row, rows.opening, sampling, self._sampled
+                call, rows.context(), rows.row, rows.opening, turn.sampling, self._sampled
             )
             if turn.reply is not None:
                 completion = self._completion_of_reply(turn.reply, context, completion)
