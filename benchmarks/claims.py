@@ -88,7 +88,7 @@ def _contradiction(row: Claim) -> str:
 def failed_tests(rows: Sequence[Claim], root: Path = ROOT) -> list[str]:
     """The claims of which a test under `root` fails, is skipped, or does not exist. The tests run, in one process."""
     tests = sorted({test for row in rows for test in row.get("tests", ())})
-    pytest = (sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *tests)
+    pytest = (sys.executable, "-m", "pytest", "-q", "-rA", "-m", "not exhaustive", *tests)
     printed = subprocess.run(pytest, cwd=root, capture_output=True, text=True, check=False).stdout if tests else ""
     outcomes = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (\S+)", printed, re.MULTILINE)
 
