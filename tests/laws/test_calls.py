@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -43,6 +42,7 @@ from agentrl.rollout.replay import Replay, ReplayHost
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.virtual_time import simulate
+from tests.support.random_programs import Interpreter
 
 SEEDS = range(int(os.environ.get("AGENTRL_LAW_SEEDS", "40")))
 
@@ -78,7 +78,7 @@ class Child(agentrl.Environment):
         ctx.agent("leaf").reward(float(len(turn.text)))
 
 
-class Program(agentrl.Environment):
+class Program(Interpreter):
     """Interprets `task.data["program"]`; writes down what it sees, and asks what depends on that."""
 
     seats = ("agent", "other")
@@ -100,20 +100,6 @@ class Program(agentrl.Environment):
             await self.ops(ctx.task.data["program"])
         finally:
             ctx.agent("agent").reward(float(len(self.log)))
-
-    async def ops(self, program: list[Any]) -> None:
-        for op, *arguments in program:
-            await getattr(self, op)(*arguments)
-
-    def saw(self, what: object) -> None:
-        self.log.append(f"{what} after {len(self.log)}")
-
-    def agent(self, seat: str) -> Any:
-        """An agent of the strand, or the one that all share."""
-        return self.ctx.agent(seat, 0 if seat == "other" else zlib.crc32(current_strand().path.encode()))
-
-    async def act(self, seat: str) -> None:
-        self.saw((await self.agent(seat).act(agentrl.user(self.log[-1] if self.log else "begin"))).text)
 
     async def reply(self, text: str) -> None:
         self.saw((await self.agent("agent").act(agentrl.user("repeat"), reply=text)).text)
@@ -170,19 +156,6 @@ class Program(agentrl.Environment):
             self.boxes[key] = self.ctx.resource(Box, level=level)
         self.saw(await self.boxes[key].call("put", value, pause))
 
-    async def draw(self) -> None:
-        self.saw(f"{self.ctx.rng.random():.9f} {self.ctx.uuid()[:8]} {self.ctx.now() * 0}")
-
-    async def sleep(self, seconds: float) -> None:
-        await self.ctx.sleep(seconds)
-        self.saw("slept")
-
-    async def pause(self) -> None:
-        await self.ctx.sleep(0.0)
-
-    async def fail(self) -> None:
-        raise ArithmeticError("on purpose")
-
     async def remember(self) -> None:
         self.saw(tuple(await self.ctx.remember("key", f"{len(self.log) % 3}")))
 
@@ -205,20 +178,6 @@ class Program(agentrl.Environment):
         except Exception as error:  # noqa: BLE001 - as retry loops do
             self.check(error)
             self.saw(type(error).__name__)
-
-    async def within(self, seconds: float, program: list[Any]) -> None:
-        strand = current_strand()
-        apart = zlib.crc32(f"{strand.path}#{strand.calls}".encode()) % 9973 / 1e6  # no two timers at one instant
-        try:
-            async with asyncio.timeout(seconds + apart):
-                await self.ops(program)
-        except TimeoutError:
-            self.saw("late")
-
-    async def gather(self, programs: list[list[Any]]) -> None:
-        # before its first call a strand may not look at what the others do
-        await self.ctx.gather(*(self.ops([["pause"], *program]) for program in programs))
-        self.saw("gathered")
 
 
 PAUSES = [0.0, 0.1, 0.3, 0.7]

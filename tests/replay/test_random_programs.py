@@ -11,7 +11,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import zlib
 from typing import Any, ClassVar
 
 import msgspec
@@ -20,8 +19,8 @@ import pytest
 import agentrl
 from agentrl.core.errors import EffectError
 from agentrl.journal.entries import JournalEntry
-from agentrl.rollout.calls.journal import current_strand
 from tests.replay.executions import Stage
+from tests.support.random_programs import Interpreter
 
 
 class Box:
@@ -48,7 +47,7 @@ def task_data(program: list[Any]) -> dict[str, Any]:
     return {"program": json.loads(json.dumps(program))}
 
 
-class Program(agentrl.Environment):
+class Program(Interpreter):
     """Interprets `task.data["program"]`."""
 
     seats = ("agent", "other")
@@ -62,18 +61,6 @@ class Program(agentrl.Environment):
         self.boxes = {level: ctx.resource(Box, level=level) for level in ("replay", "snapshot")}
         await self.ops(ctx.task.data["program"])
         ctx.agent("agent").reward(float(len(self.log)))
-
-    async def ops(self, program: list[Any]) -> None:
-        for op, *arguments in program:
-            await getattr(self, op)(*arguments)
-
-    def saw(self, what: object) -> None:
-        self.log.append(f"{what} after {len(self.log)}")
-
-    async def act(self, seat: str) -> None:
-        # One conversation per branch, and one that all branches share.
-        agent = self.ctx.agent(seat, 0 if seat == "other" else zlib.crc32(current_strand().path.encode()))
-        self.saw((await agent.act(agentrl.user(self.log[-1] if self.log else "begin"))).text)
 
     async def effect(self, guarantee: str, pause: float, fails: bool) -> None:
         name = f"{guarantee} {len(self.log)}"
@@ -100,38 +87,11 @@ class Program(agentrl.Environment):
     async def box(self, level: str, value: int) -> None:
         self.saw(await self.boxes[level].call("put", value))
 
-    async def draw(self) -> None:
-        self.saw(f"{self.ctx.rng.random():.9f} {self.ctx.uuid()[:8]} {self.ctx.now() * 0}")
-
-    async def sleep(self, seconds: float) -> None:
-        await self.ctx.sleep(seconds)
-        self.saw("slept")
-
-    async def pause(self) -> None:
-        await self.ctx.sleep(0.0)
-
-    async def fail(self) -> None:
-        raise ArithmeticError("on purpose")
-
     async def catch(self, program: list[Any]) -> None:
         try:
             await self.ops(program)
         except (ArithmeticError, EffectError) as error:
             self.saw(type(error).__name__)
-
-    async def within(self, seconds: float, program: list[Any]) -> None:
-        branch = current_strand()
-        apart = zlib.crc32(f"{branch.path}#{branch.calls}".encode()) % 9973 / 1e6  # no two timers at one instant
-        try:
-            async with asyncio.timeout(seconds + apart):
-                await self.ops(program)
-        except TimeoutError:
-            self.saw("late")
-
-    async def gather(self, programs: list[list[Any]]) -> None:
-        # before its first call a branch may not look at what the others do
-        await self.ctx.gather(*(self.ops([["pause"], *program]) for program in programs))
-        self.saw("gathered")
 
 
 BUSY = [
